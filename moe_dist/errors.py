@@ -1,0 +1,98 @@
+"""The error tree. Every error names the offending value, the limit it broke and the way out.
+
+MoEDistError
+├── ConfigError            a config, setting or command-line value is wrong (also a ValueError)
+├── InputError             tensors don't fit the config: shape, dtype, device, ids (also a ValueError)
+├── UnsupportedBackend     a backend can't run this problem; carries `backend` and `reason`
+├── StoreError             a store can't be opened or was addressed wrongly
+└── TuningError
+    ├── NothingRunnable    no candidate can run and the default fails too
+    ├── TunerStateError    nested contexts, two on one group, a pass under capture
+    └── GroupError         what one rank concludes about its group; carries `ranks`
+        ├── SettingsDiffer     settings or environments differ between ranks
+        ├── RankLost           ranks made no progress for the deadline
+        ├── RankWithdrawn      a rank left its pass by an exception
+        ├── PassAborted        the pass ended without a winner table (digests differ, a peer aborted)
+        └── RendezvousLost     the rendezvous store can't be reached; the group is dead
+
+Anyone may import this module; it imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+
+class MoEDistError(Exception):
+    """Base of every error that moe_dist raises on purpose."""
+
+
+class ConfigError(MoEDistError, ValueError):
+    """A config, setting or command-line value is wrong."""
+
+
+class InputError(MoEDistError, ValueError):
+    """The tensors of a call don't fit its config."""
+
+
+class UnsupportedBackend(MoEDistError):
+    """A backend can't run this problem.
+
+    `backend` is the name asked for, `reason` why it can't; `reasons` maps every backend that was considered to its
+    reason when none can run.
+    """
+
+    def __init__(self, backend: str, reason: str, reasons: Mapping[str, str | None] | None = None) -> None:
+        self.backend = backend
+        self.reason = reason
+        self.reasons = dict(reasons or {})
+        listing = "".join(f"\n  {name}: {why}" for name, why in self.reasons.items())
+        super().__init__(f"backend {backend!r} can't run this: {reason}{listing}")
+
+
+class StoreError(MoEDistError):
+    """A store can't be opened or was addressed wrongly. Degradation while running is a warning, not this."""
+
+
+class TuningError(MoEDistError):
+    """Base of what ends a tuning pass."""
+
+
+class NothingRunnable(TuningError):
+    """No candidate can run a problem and its default fails too."""
+
+
+class TunerStateError(TuningError):
+    """The tuner was used where it can't be: nested contexts, two on one group, a pass under graph capture."""
+
+
+class GroupError(TuningError):
+    """What the survivors of a group conclude together. `ranks` are the culprits, in order."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(message)
+
+
+class SettingsDiffer(GroupError):
+    """Ranks of one group were started with different settings or environments. `fields` are the names that differ."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = (), fields: Iterable[str] = ()) -> None:
+        self.fields = tuple(fields)
+        super().__init__(message, ranks)
+
+
+class RankLost(GroupError):
+    """Ranks made no progress for the deadline, or the pass outlasted its cap. The group is dead."""
+
+
+class RankWithdrawn(GroupError):
+    """A rank left the pass by an exception of its own, which propagates on that rank."""
+
+
+class PassAborted(GroupError):
+    """The pass ended without a winner table; the previous epoch stays in force."""
+
+
+class RendezvousLost(GroupError):
+    """The rendezvous store can't be reached within the deadline; treated as aborted, and the group is dead."""

@@ -1,0 +1,295 @@
+"""The words that tuning shares: problem, tactic, bucket, measurement, entry, and the interface of an operation.
+
+A leaf: search, measure, identity, stores and distributed all speak these types and none of those imports another.
+Nothing here knows MoE, a store, a clock or a rank.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgpack
+import torch
+
+from moe_dist.errors import ConfigError
+
+MODES = ("eager", "cuda_graph")
+Scalar = str | int | float | bool | None
+
+
+def canonical(value: Any) -> Any:
+    """Plain, ordered, hashable form of `value`. Fails closed: TypeError on any type that has no stable meaning in a key."""
+    if value is None or type(value) in (str, int, bool, float):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(canonical(item) for item in value)
+    if isinstance(value, Mapping):
+        if not all(type(name) is str for name in value):
+            raise TypeError(f"a key's field names must be strings, not {sorted(map(repr, value))}")
+        return tuple((name, canonical(value[name])) for name in sorted(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return (type(value).__name__, canonical({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}))
+    raise TypeError(f"{type(value).__name__} can't be part of a key: {value!r}")
+
+
+def pack(value: Any) -> bytes:
+    """msgpack bytes of the canonical form: equal values, equal bytes."""
+    packed: bytes = msgpack.packb(canonical(value), use_bin_type=True)
+    return packed
+
+
+def digest(value: Any) -> str:
+    """32 hex digits of SHA-256 over `pack(value)` (or over bytes as they are)."""
+    return hashlib.sha256(value if isinstance(value, bytes) else pack(value)).hexdigest()[:32]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Everything that fixes the work except the token count; the same on every rank of a group.
+
+    operation: the operation's registered name. fields: canonical pairs (see `Problem.of`).
+    """
+
+    operation: str
+    fields: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, operation: str, **fields: Any) -> Problem:
+        """TypeError: a field has no canonical form."""
+        return cls(operation, canonical(fields))
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Tactic:
+    """Backend name and named parameters: self-describing, never an index into a list that can change.
+
+    collective: running it talks to peers.
+    """
+
+    backend: str
+    params: tuple[tuple[str, Scalar], ...] = ()
+    collective: bool = False
+
+    @classmethod
+    def of(cls, backend: str, *, collective: bool = False, **params: Scalar) -> Tactic:
+        return cls(backend, tuple(sorted(params.items())), collective)
+
+    def __getitem__(self, name: str) -> Scalar:
+        for key, value in self.params:
+            if key == name:
+                return value
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        inner = ",".join(f"{name}={value}" for name, value in self.params)
+        return f"{self.backend}({inner})" if inner else self.backend
+
+    def to_plain(self) -> list[Any]:
+        return [self.backend, [list(pair) for pair in self.params], self.collective]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any]) -> Tactic:
+        """TypeError or ValueError: not what `to_plain` gives."""
+        backend, params, collective = plain
+        pairs = tuple((name, value) for name, value in params)
+        if (
+            type(backend) is not str
+            or type(collective) is not bool
+            or not all(type(name) is str and (value is None or type(value) in (str, int, float, bool)) for name, value in pairs)
+        ):
+            raise TypeError(f"not a tactic: {plain!r}")
+        return cls(backend, tuple(sorted(pairs)), collective)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Bucket:
+    """Token counts `low` to `high`, both included, that share a winner; measured at `high`."""
+
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        return str(self.high) if self.low == self.high else f"{self.low}-{self.high}"
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketLadder:
+    """The one rule from token count to bucket, for tuner, layer and plugins: a bucket ends at each of `bounds`."""
+
+    bounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if (
+            not self.bounds
+            or any(type(bound) is not int or bound < 1 for bound in self.bounds)
+            or list(self.bounds) != sorted(set(self.bounds))
+        ):
+            raise ConfigError(f"bucket bounds {self.bounds} must be distinct positive integers in rising order")
+
+    @classmethod
+    def powers_of_two(cls, max_num_tokens: int) -> BucketLadder:
+        """1, 2, 4, ... and `max_num_tokens` itself."""
+        if max_num_tokens < 1:
+            raise ConfigError(f"the largest tuned token count is {max_num_tokens}; it must be at least 1")
+        bounds = [1 << power for power in range(max_num_tokens.bit_length()) if 1 << power < max_num_tokens]
+        return cls((*bounds, max_num_tokens))
+
+    @property
+    def max_num_tokens(self) -> int:
+        return self.bounds[-1]
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        return tuple(Bucket(low + 1, high) for low, high in zip((0, *self.bounds), self.bounds, strict=False))
+
+    def bucket(self, num_tokens: int) -> Bucket | None:
+        """The bucket of `num_tokens` >= 1; None beyond the ladder."""
+        at = bisect.bisect_left(self.bounds, num_tokens)
+        return self.buckets()[at] if at < len(self.bounds) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Workspace:
+    """Scratch memory that a tactic needs: a pure function of problem and token count. symmetric: the same on every rank, peer-mapped."""
+
+    nbytes: int = 0
+    alignment: int = 256
+    symmetric: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A measured time: median and spread (half the interquartile range), in microseconds, over `samples` windows."""
+
+    median_us: float
+    spread_us: float
+    samples: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """The candidate can't be used here, and why."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Abstain:
+    """This rank has no such problem: it does not count."""
+
+
+Measurement = Timed | Failed | Abstain
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeSpec:
+    """How probe inputs route tokens: a named distribution, seeded; part of the key.
+
+    routing: "uniform", "zipf" (exponent `skew`), or "counts" (`counts[e]`: recorded tokens of expert e).
+    copies: input sets that rotate, so that the L2 cache serves nothing it would not serve in production.
+    """
+
+    routing: str = "uniform"
+    skew: float = 1.0
+    counts: tuple[int, ...] = ()
+    seed: int = 0
+    copies: int = 4
+
+    def __post_init__(self) -> None:
+        if self.routing not in ("uniform", "zipf", "counts"):
+            raise ConfigError(f"probe routing is {self.routing!r}; choose uniform, zipf or counts")
+        if (self.routing == "counts") != bool(self.counts):
+            raise ConfigError(f"probe routing {self.routing!r} with {len(self.counts)} counts; give counts with routing='counts' alone")
+        if self.copies < 1:
+            raise ConfigError(f"probe copies is {self.copies}; it must be at least 1")
+
+
+class Probe(Protocol):
+    """Inputs, poisoned outputs and truth for one operation at one token count, on this rank's share."""
+
+    copies: int
+
+    def bind(self, tactic: Tactic) -> Callable[[int], Tactic]:
+        """Prepare `tactic` (compile, lay out) and return `run(i)`: one serving call on input set i, which returns the
+        tactic that was really executed. May raise: the candidate then fails with that reason."""
+
+    def check(self, run: Callable[[int], Tactic]) -> str | None:
+        """Poison every output, run each input set once, compare with the reference. The reason to reject, or None."""
+
+
+class Operation(Protocol):
+    """A kind of call that can be tuned, bound to this rank's share. The tuner knows this interface, not MoE."""
+
+    problem: Problem
+    device: torch.device
+
+    def default(self, bucket: Bucket, mode: str) -> Tactic:
+        """The tactic that runs untuned: a pure function of problem, bucket and mode."""
+
+    def candidates(self, bucket: Bucket, mode: str) -> Iterable[Tactic]:
+        """Tactics to consider; the tuner adds the default."""
+
+    def why_not(self, tactic: Tactic, bucket: Bucket) -> str | None:
+        """Why `tactic` can't serve every token count of `bucket` on this rank; None: it can."""
+
+    def workspace(self, tactic: Tactic, num_tokens: int) -> Workspace: ...
+
+    def probe(self, num_tokens: int, spec: ProbeSpec) -> Probe:
+        """Raises MemoryError or torch.OutOfMemoryError when this rank can't hold it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One decision: the winner of one problem in one mode and bucket."""
+
+    problem: Problem
+    mode: str
+    bucket: Bucket
+
+    def __str__(self) -> str:
+        return f"{self.problem.operation}[{digest(self.problem)[:8]}] {self.mode} tokens {self.bucket}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Winner:
+    """What a cell is served by. `source`: "tuned" in this pass, "hit" from a store, "epoch" adopted from a committed one."""
+
+    tactic: Tactic
+    tactic_us: float
+    default: Tactic
+    default_us: float
+    source: str
+
+    def to_plain(self) -> list[Any]:
+        return [self.tactic.to_plain(), self.tactic_us, self.default.to_plain(), self.default_us, self.source]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any]) -> Winner:
+        tactic, tactic_us, default, default_us, source = plain
+        return cls(Tactic.from_plain(tactic), float(tactic_us), Tactic.from_plain(default), float(default_us), str(source))
+
+
+@dataclasses.dataclass(frozen=True)
+class Epoch:
+    """The winner table that a group serves from: the previous table plus the last pass's winners. A cell that is not in it runs its default.
+
+    number rises by one with each committed pass of a deployment; 0 is the empty table before the first.
+    """
+
+    number: int = 0
+    deployment: str = ""
+    winners: Mapping[Cell, Winner] = dataclasses.field(default_factory=dict)
+
+    def of(self, problem: Problem, mode: str) -> dict[Bucket, Winner]:
+        """The winners of one problem in one mode, by bucket, rising."""
+        found = {cell.bucket: winner for cell, winner in self.winners.items() if cell.problem == problem and cell.mode == mode}
+        return dict(sorted(found.items()))
+
+    @property
+    def digest(self) -> str:
+        """Equal on all ranks exactly when they serve the same tactics for the same cells."""
+        rows = [[pack(cell).hex(), winner.tactic.to_plain()] for cell, winner in self.winners.items()]
+        return digest([self.deployment, sorted(rows, key=lambda row: str(row[0]))])
