@@ -1,0 +1,62 @@
+# Every command of the README. Each works in a fresh clone where nothing but Python 3.11-3.13 is installed.
+#   make tune PYTHON=python3.12        another interpreter
+#   make tune TUNE_RANKS=4 TUNE_ARGS='--model qwen3-30b-a3b --ep 4 --device cpu'
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+TUNE_RANKS ?= 2
+TUNE_ARGS ?= --model olmoe-1b-7b --ep 2 --dtype bf16 --policy eager --buckets 1:256 --device cpu --store .tuned --json .tuned/summary.json
+# Threads of one rank; torchrun would set 1 anyway, and say so.
+OMP_NUM_THREADS ?= 1
+export OMP_NUM_THREADS
+
+# Tests of a served engine run in environments of their own. A target named here runs at the end of `make test`.
+ENGINE_TESTS :=
+
+.PHONY: help tune test test-fast check format clean
+
+help:
+	@echo 'make tune       tune OLMoE-1B-7B on two CPU ranks'
+	@echo 'make test       everything that runs without a GPU'
+	@echo 'make test-fast  the same without the serving engines'
+	@echo 'make check      ruff and mypy alone;  make format  lets ruff rewrite'
+	@echo 'make clean      remove the environment, the tuned entries and the caches'
+
+tune: $(VENV)/.core
+	$(BIN)/torchrun --standalone --nproc-per-node $(TUNE_RANKS) -m moe_dist.tune $(TUNE_ARGS)
+
+test: test-fast $(ENGINE_TESTS)
+
+test-fast: check
+	$(BIN)/python -m pytest -n auto -q -m 'not gpu and not engine'
+
+check: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The environment, in two stages: what tuning needs, and what tests need on top. A stamp is written last, so that an
+# interrupted install is done again; a changed requirement makes both anew, from nothing, so that none lingers.
+$(VENV)/.core: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "Python %d.%d is not supported; name a Python of 3.11 to 3.13: make PYTHON=python3.12" % v)'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .tuned .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""The vLLM plugin: brings moe_dist in as `--moe-backend=moe_dist`."""
