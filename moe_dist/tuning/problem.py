@@ -42,6 +42,14 @@ def pack(value: Any) -> bytes:
     return packed
 
 
+def unpack(packed: bytes) -> Any:
+    """The canonical form that `pack` packed; ValueError: these bytes are no packed canonical form."""
+    value = msgpack.unpackb(packed, use_list=False, strict_map_key=True, max_ext_len=0)
+    if msgpack.packb(value, use_bin_type=True) != packed:
+        raise ValueError("not packed in canonical form")
+    return value
+
+
 def digest(value: Any) -> str:
     """32 hex digits of SHA-256 over `pack(value)` (or over bytes as they are)."""
     return hashlib.sha256(value if isinstance(value, bytes) else pack(value)).hexdigest()[:32]
@@ -182,6 +190,27 @@ class Abstain:
 
 
 Measurement = Timed | Failed | Abstain
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A stored winner under its key. Stores publish its bytes (`stores.codec`); a plan decides whether it is taken.
+
+    key: `pack` of the key's canonical form, opaque here. time, default_time: what the winner and the default took.
+    provenance: who measured and when (host, pid, time, release), for people: no decision reads it.
+    """
+
+    key: bytes
+    tactic: Tactic
+    time: Timed
+    default: Tactic
+    default_time: Timed
+    provenance: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def key_digest(self) -> str:
+        """Equal to `digest` of the key's canonical form."""
+        return digest(self.key)
 
 
 @dataclasses.dataclass(frozen=True)

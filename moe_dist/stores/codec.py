@@ -1,0 +1,198 @@
+"""The bytes of an entry and of an epoch: one small msgpack map each, sealed by a digest.
+
+Owns the format and its version. Knows no key's meaning, no store and no environment. The tuner and the command line import
+it; stores themselves move bytes that they don't look into.
+
+    entry  v, kind "entry", key (packed canonical form), tactic, time, default, default_time, provenance, digest
+    epoch  v, kind "epoch", number, deployment, problems (packed), winners, entries (each one's bytes), digest
+
+A time is [median_us, spread_us, samples]; an epoch's winner is [index into problems, mode, low, high, tactic, tactic_us,
+default, default_us]. `digest` is the first 16 bytes of SHA-256 over the map without it. Bytes are taken only if they are
+exactly what encoding their content gives, so a flipped bit, a missing byte or a trailing one is always found. Nothing is
+unpickled or evaluated; sizes are bounded before anything is built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import msgpack
+
+from moe_dist.tuning.problem import Bucket, Cell, Entry, Epoch, Problem, Tactic, Timed, Winner, pack, unpack
+
+FORMAT_VERSION = 1
+MAX_ENTRY_BYTES = 256 << 10  # a key with the recorded token counts of a thousand experts is 10 KiB
+MAX_EPOCH_BYTES = 64 << 20  # 10,000 entries of a typical 2 KiB, three times over
+
+_ENTRY_FIELDS = ["v", "kind", "key", "tactic", "time", "default", "default_time", "provenance"]
+_EPOCH_FIELDS = ["v", "kind", "number", "deployment", "problems", "winners", "entries"]
+
+
+class Malformed(ValueError):
+    """These bytes are no entry (epoch) of this format under this key: a miss, for the reason that the message gives."""
+
+
+def encode_entry(entry: Entry) -> bytes:
+    """ValueError: the entry is larger than any reader would take."""
+    return _seal(
+        {
+            "v": FORMAT_VERSION,
+            "kind": "entry",
+            "key": entry.key,
+            "tactic": entry.tactic.to_plain(),
+            "time": _plain_time(entry.time),
+            "default": entry.default.to_plain(),
+            "default_time": _plain_time(entry.default_time),
+            "provenance": dict(sorted(entry.provenance.items())),
+        },
+        MAX_ENTRY_BYTES,
+    )
+
+
+def decode_entry(data: bytes, key_digest: str | None = None) -> Entry:
+    """The entry in `data`. key_digest: the digest of the key that was asked for; None: take an entry of any key.
+
+    Malformed, and no other exception: why these bytes are not that entry.
+    """
+    body = _unseal(data, "entry", _ENTRY_FIELDS, MAX_ENTRY_BYTES)
+    try:
+        entry = Entry(
+            key=_typed(body["key"], bytes),
+            tactic=_tactic(body["tactic"]),
+            time=_time(body["time"]),
+            default=_tactic(body["default"]),
+            default_time=_time(body["default_time"]),
+            provenance={_typed(name, str): _typed(value, str) for name, value in _typed(body["provenance"], dict).items()},
+        )
+    except (TypeError, ValueError) as error:
+        raise Malformed(f"not an entry: {error}") from error
+    if key_digest is not None and entry.key_digest != key_digest:
+        raise Malformed(f"the entry of key {entry.key_digest[:8]} lies where {key_digest[:8]} was asked for")
+    return entry
+
+
+def encode_epoch(epoch: Epoch, entries: Iterable[bytes]) -> bytes:
+    """`entries`: the encoded entries that the winners came from, embedded so that a reader needs nothing else.
+
+    ValueError: the epoch is larger than any reader would take.
+    """
+    problems: dict[Problem, int] = {}
+    winners = []
+    for cell, winner in epoch.winners.items():
+        at = problems.setdefault(cell.problem, len(problems))
+        tactic, tactic_us, default, default_us, _ = winner.to_plain()
+        winners.append([at, cell.mode, cell.bucket.low, cell.bucket.high, tactic, float(tactic_us), default, float(default_us)])
+    return _seal(
+        {
+            "v": FORMAT_VERSION,
+            "kind": "epoch",
+            "number": epoch.number,
+            "deployment": epoch.deployment,
+            "problems": [pack((problem.operation, problem.fields)) for problem in problems],
+            "winners": winners,
+            "entries": list(entries),
+        },
+        MAX_EPOCH_BYTES,
+    )
+
+
+def decode_epoch(data: bytes, *, deployment: str | None = None, number: int | None = None) -> tuple[Epoch, tuple[bytes, ...]]:
+    """The epoch in `data`, its winners of source "epoch", and its entries' bytes. deployment, number: what was asked for; None: any.
+
+    Malformed, and no other exception: why these bytes are not that epoch.
+    """
+    body = _unseal(data, "epoch", _EPOCH_FIELDS, MAX_EPOCH_BYTES)
+    try:
+        problems = [Problem(*_problem(packed)) for packed in body["problems"]]
+        winners = {}
+        for at, mode, low, high, tactic, tactic_us, default, default_us in body["winners"]:
+            if type(at) is not int or not 0 <= at < len(problems):
+                raise ValueError(f"problem {at!r} of {len(problems)}")
+            cell = Cell(problems[at], _typed(mode, str), _bucket(low, high))
+            winners[cell] = Winner(_tactic(tactic), _microseconds(tactic_us), _tactic(default), _microseconds(default_us), "epoch")
+        if len(winners) != len(body["winners"]):
+            raise ValueError("a cell occurs twice")
+        epoch = Epoch(_typed(body["number"], int), _typed(body["deployment"], str), winners)
+        entries = tuple(_typed(entry, bytes) for entry in body["entries"])
+    except (TypeError, ValueError) as error:
+        raise Malformed(f"not an epoch: {error}") from error
+    if deployment is not None and epoch.deployment != deployment:
+        raise Malformed(f"the epoch of deployment {epoch.deployment!r} lies where {deployment!r} was asked for")
+    if number is not None and epoch.number != number:
+        raise Malformed(f"epoch {epoch.number} lies where {number} was asked for")
+    return epoch, entries
+
+
+def _seal(body: dict[str, Any], limit: int) -> bytes:
+    content: bytes = msgpack.packb(body, use_bin_type=True)
+    data: bytes = msgpack.packb({**body, "digest": hashlib.sha256(content).digest()[:16]}, use_bin_type=True)
+    if len(data) > limit:
+        raise ValueError(f"{body.get('kind')} of {len(data)} bytes; the limit is {limit}")
+    return data
+
+
+def _unseal(data: bytes, kind: str, fields: list[str], limit: int) -> dict[str, Any]:
+    if not isinstance(data, bytes) or len(data) > limit:
+        raise Malformed(f"{len(data) if isinstance(data, bytes) else type(data).__name__} bytes; the limit is {limit}")
+    try:
+        body = msgpack.unpackb(data, use_list=False, strict_map_key=True, max_ext_len=0)
+        if type(body) is not dict or "v" not in body:
+            raise Malformed("no map with a format version")
+        if body["v"] != FORMAT_VERSION or type(body["v"]) is not int:
+            raise Malformed(f"format version {body['v']!r}; this release reads {FORMAT_VERSION}")
+        if body.get("kind") != kind:
+            raise Malformed(f"kind {body.get('kind')!r} where {kind!r} was asked for")
+        body.pop("digest", None)
+        if list(body) != fields:
+            raise Malformed(f"fields {', '.join(map(str, body))} where {', '.join(fields)} were expected")
+        if _seal(body, limit) != data:
+            raise Malformed("digest differs: the bytes were damaged")
+    except Malformed:
+        raise
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # all that msgpack raises over bytes it can't read
+        raise Malformed(f"not msgpack: {type(error).__name__} {error}") from error
+    return body
+
+
+def _typed(value: Any, wanted: type) -> Any:
+    if type(value) is not wanted:
+        raise TypeError(f"{type(value).__name__} where {wanted.__name__} was expected")
+    return value
+
+
+def _tactic(plain: Any) -> Tactic:
+    tactic = Tactic.from_plain(_typed(plain, tuple))
+    if any(type(value) is float and not math.isfinite(value) for _, value in tactic.params):
+        raise ValueError(f"tactic {tactic} has a parameter that is no number")
+    return tactic
+
+
+def _plain_time(time: Timed) -> list[Any]:
+    return [float(time.median_us), float(time.spread_us), int(time.samples)]
+
+
+def _time(plain: Any) -> Timed:
+    median_us, spread_us, samples = _typed(plain, tuple)
+    if _typed(samples, int) < 1:
+        raise ValueError(f"a time over {samples} samples")
+    return Timed(_microseconds(median_us), _microseconds(spread_us), samples)
+
+
+def _microseconds(value: Any) -> float:
+    if type(value) is not float or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{value!r} is no time")
+    return value
+
+
+def _bucket(low: Any, high: Any) -> Bucket:
+    if not 1 <= _typed(low, int) <= _typed(high, int):
+        raise ValueError(f"{low}-{high} is no bucket")
+    return Bucket(low, high)
+
+
+def _problem(packed: Any) -> tuple[str, Any]:
+    operation, fields = unpack(_typed(packed, bytes))
+    return _typed(operation, str), _typed(fields, tuple)

@@ -1,0 +1,209 @@
+"""A store in a directory, local or shared (NFS and the like): one small file a value.
+
+The value of key a/b/c is ROOT/a/b/c+value; the suffix has a character that no key has, so a file never stands where another
+key needs a folder. A value is written to a temporary file beside it, synced, and renamed. A writer holds a lock on its
+temporary file, so a killed one's is told from a live one's, and is removed when a store is next attached. Files that are not
+ours are never touched. The kernel bounds disk waits, we can't: a hard NFS mount whose server is gone blocks as it blocks
+everyone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from moe_dist.stores.base import MAX_VALUE_BYTES, SEGMENT
+from moe_dist.stores.degrade import DegradingStore, Unavailable
+
+SUFFIX = "+value"
+TEMPORARY = ".moe-dist-tmp-"
+_ATTEMPTS = 3  # how often a folder or a temporary file may vanish under one write
+_UNLOCKED_AGE_S = 3600.0  # where files can't be locked, a temporary file this old has no live writer
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ELOOP}  # no file, or no file of ours: a plain miss
+
+
+class FilesystemStore(DegradingStore):
+    """path: the directory; made at the first `put`."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._root = os.path.abspath(os.path.expanduser(path))
+        super().__init__(Path(self._root).as_uri())
+        self._sweep()
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}{SUFFIX}"
+
+    def _read(self, keys: list[str]) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+        for key in keys:
+            try:
+                value = _read_file(self._path(key))
+            except OSError as error:  # one unreadable file does not hide the others
+                self._note(_words(error))
+                continue
+            if value is not None:
+                found[key] = value
+        return found
+
+    def _write(self, key: str, value: bytes) -> None:
+        path = self._path(key)
+        for attempt in range(_ATTEMPTS):
+            try:
+                _publish(self._root, path, value)
+                return
+            except FileNotFoundError as error:  # the folder was deleted under us: make it again
+                if attempt == _ATTEMPTS - 1:
+                    raise Unavailable(_words(error)) from error
+            except OSError as error:
+                raise Unavailable(_words(error)) from error
+
+    def _remove(self, key: str) -> None:
+        try:
+            os.unlink(self._path(key))
+            _sync_folder(os.path.dirname(self._path(key)))
+        except OSError as error:
+            if error.errno not in _NOT_OURS:
+                raise Unavailable(_words(error)) from error
+
+    def _scan(self, prefix: str) -> Iterator[str]:
+        for folder, name in _walk(f"{self._root}/{prefix}" if prefix else self._root, self._note):
+            if name.endswith(SUFFIX) and SEGMENT.fullmatch(name, 0, len(name) - len(SUFFIX)):
+                yield f"{folder[len(self._root) + 1 :]}/{name[: -len(SUFFIX)]}".removeprefix("/")
+
+    def _sweep(self) -> None:
+        """Remove the temporary files of dead writers."""
+        for folder, name in _walk(self._root, lambda reason: None):  # what is wrong is said at the first use
+            if name.startswith(TEMPORARY):
+                with contextlib.suppress(OSError):
+                    _remove_if_dead(f"{folder}/{name}")
+
+
+def _walk(root: str, failed: Callable[[str], None]) -> Iterator[tuple[str, str]]:
+    """(folder, name) of all regular files below `root`. Links to folders are not followed, so a loop is none; a folder that
+    can't be read does not hide the others."""
+    folders = [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(folder) as items:
+                for item in items:
+                    if item.is_dir(follow_symlinks=False):
+                        folders.append(item.path)
+                    elif item.is_file(follow_symlinks=False):
+                        yield folder, item.name
+        except OSError as error:
+            if error.errno not in _NOT_OURS:
+                failed(_words(error))
+
+
+def _read_file(path: str) -> bytes | None:
+    """The file's bytes; None: there is none, or something that is no value of ours. Never blocks on a pipe."""
+    for attempt in (1, 2):
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                status = os.fstat(handle)
+                if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_VALUE_BYTES:
+                    return None
+                return _read_all(handle, status.st_size)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            if error.errno in _NOT_OURS:
+                return None
+            if error.errno != errno.ESTALE or attempt == 2:  # replaced on the NFS server between open and read: look again
+                raise
+    return None
+
+
+def _read_all(handle: int, size: int) -> bytes:
+    data = os.read(handle, size + 1)
+    while len(data) < size and (more := os.read(handle, size - len(data))):
+        data += more
+    return data
+
+
+def _publish(root: str, path: str, value: bytes) -> None:
+    folder = os.path.dirname(path)
+    fresh = not os.path.isdir(folder)
+    os.makedirs(folder, exist_ok=True)
+    temporary = f"{folder}/{TEMPORARY}{uuid.uuid4().hex}"
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        _hold(handle, temporary)
+        rest = memoryview(value)
+        while rest:
+            rest = rest[os.write(handle, rest) :]
+        os.fsync(handle)
+        _rename(temporary, path, value)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    finally:
+        os.close(handle)
+    _sync_folder(folder)
+    while fresh and len(folder) >= len(root):  # new folders are durable only once their parents are
+        folder = os.path.dirname(folder)
+        _sync_folder(folder)
+
+
+def _rename(temporary: str, path: str, value: bytes) -> None:
+    try:
+        os.rename(temporary, path)
+    except OSError:
+        # Over NFS a rename that was done can be answered by an error, when the server's first answer was lost.
+        if os.path.exists(temporary) or _read_file(path) != value:
+            raise
+
+
+def _hold(handle: int, temporary: str) -> None:
+    """Lock a temporary file for as long as it is written. FileNotFoundError: a sweeper got there first and removes it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FileNotFoundError(errno.ENOENT, "removed as a dead writer's", temporary) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
+def _remove_if_dead(temporary: str) -> None:
+    handle = os.open(temporary, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno not in _NO_LOCKS or time.time() - os.fstat(handle).st_mtime < _UNLOCKED_AGE_S:
+                return
+        os.unlink(temporary)
+    finally:
+        os.close(handle)
+
+
+def _sync_folder(folder: str) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # file systems that sync a folder by themselves
+            raise
+    finally:
+        os.close(handle)
+
+
+def _words(error: OSError) -> str:
+    return f"{error.strerror or error} ({error.filename})" if error.filename else str(error.strerror or error)

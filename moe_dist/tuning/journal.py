@@ -1,0 +1,142 @@
+"""Which candidate is running now, written down so that a crash can be blamed: `with journal.running(tactic_key): run()`.
+
+Owns the marks and the rule that turns them into a quarantine; knows no tactic and no store. The tuner gives a journal to
+search. A mark is a small file that names the process. Any orderly exit of the block, an exception included, removes it; a
+process that dies inside leaves it. A candidate that was running at two deaths is quarantined for this host and environment:
+one death may be chance (somebody killed the job), two are not taken for it.
+
+The ranks of a job die together, when one crash ends them all, and that is one death: deaths count as several only when one
+process had been started after the other's mark was written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+log = logging.getLogger("moe_dist.tuning")
+
+DEATHS_TO_QUARANTINE = 2
+
+
+class Journal:
+    """directory: local or shared between hosts. environment_digest: hex digits; other environments are judged apart.
+
+    Never raises for a directory that can't be written: nothing is quarantined then, and one warning says so.
+    """
+
+    def __init__(self, directory: str | Path, environment_digest: str) -> None:
+        host = re.sub(r"[^A-Za-z0-9.-]", "_", platform.node() or "localhost")
+        self.folder = Path(directory).expanduser().absolute() / host / environment_digest
+        self._warned = False
+
+    @contextlib.contextmanager
+    def running(self, tactic_key: str) -> Iterator[None]:
+        """Marks the candidate while the block runs. tactic_key: any string that names problem, bucket and tactic."""
+        path = self.folder / f"{_name(tactic_key)}-{uuid.uuid4().hex}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(dataclasses.asdict(_Mark.now(tactic_key))))
+        except OSError as error:
+            self._warn(error)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def quarantined(self, tactic_key: str) -> str | None:
+        """Why the candidate must not run here; None: it may."""
+        deaths = _separate(mark for _, mark in self._dead(f"{_name(tactic_key)}-*"))
+        if len(deaths) < DEATHS_TO_QUARANTINE:
+            return None
+        when = " and ".join(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(mark.wall_s)) for mark in deaths[-DEATHS_TO_QUARANTINE:])
+        return f"it was running when its process died, at {when}; to try it again, remove {self.folder / _name(tactic_key)}-*"
+
+    def clear(self) -> None:
+        """Forget every death in this environment on this host, and so lift its quarantines. Live marks stay."""
+        for path, _ in self._dead("*"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _dead(self, pattern: str) -> Iterator[tuple[Path, _Mark]]:
+        try:
+            paths = sorted(self.folder.glob(pattern))
+        except OSError as error:
+            self._warn(error)
+            return
+        for path in paths:
+            try:
+                mark = _Mark(**json.loads(path.read_text()))
+            except (OSError, ValueError, TypeError):
+                continue  # removed meanwhile, or being written, or not ours
+            if not mark.alive():
+                yield path, mark
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "journal %s: %s. A tactic that ends the process won't be recognised at the next start.", self.folder, error.strerror
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mark:
+    """Times are seconds since `boot`; `wall_s` is for people."""
+
+    tactic_key: str
+    boot: str
+    pid: int
+    started_s: float
+    marked_s: float
+    wall_s: float
+
+    @classmethod
+    def now(cls, tactic_key: str) -> _Mark:
+        pid = os.getpid()
+        return cls(tactic_key, _boot(), pid, _started_s(pid) or 0.0, time.clock_gettime(time.CLOCK_BOOTTIME), time.time())
+
+    def alive(self) -> bool:
+        """The very process that wrote this still runs: not a later one of the same id, nor a zombie."""
+        return self.boot == _boot() and _started_s(self.pid) == self.started_s
+
+
+def _separate(marks: Iterator[_Mark]) -> list[_Mark]:
+    """The longest row of deaths of which each process was started after the one before had marked the candidate."""
+    row: list[_Mark] = []
+    for mark in sorted(marks, key=lambda mark: mark.wall_s):
+        # The kernel rounds a start down to a clock tick, 10 ms; no job's ranks are that quick from start to first candidate.
+        if not row or mark.boot != row[-1].boot or mark.started_s + 0.01 >= row[-1].marked_s:
+            row.append(mark)
+    return row
+
+
+def _name(tactic_key: str) -> str:
+    return hashlib.sha256(tactic_key.encode()).hexdigest()[:32]
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _started_s(pid: int) -> float | None:
+    """When the process was started, in seconds since boot; None: there is none (or it is a zombie)."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else int(fields[18]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,0 +1,223 @@
+"""Bytes of entries and epochs: what goes in comes out, and nothing else is ever taken for it."""
+
+import dataclasses
+import hashlib
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_dist.stores.codec import (
+    MAX_ENTRY_BYTES,
+    Malformed,
+    decode_entry,
+    decode_epoch,
+    encode_entry,
+    encode_epoch,
+)
+from moe_dist.tuning.problem import Bucket, Cell, Entry, Epoch, Problem, Tactic, Timed, Winner, digest, pack
+
+KEY = ("Key", (("environment", (("gpu", "NVIDIA H200"), ("triton", "3.9.0"))), ("bucket", (33, 64)), ("mode", "eager")))
+ENTRY = Entry(
+    key=pack(KEY),
+    tactic=Tactic.of("triton", block_m=64, split=None, fused=True, scale=0.5),
+    time=Timed(12.5, 0.25, 40),
+    default=Tactic.of("torch_grouped"),
+    default_time=Timed(20.0, 0.5, 40),
+    provenance={"host": "node1", "pid": "17", "time": "2026-11-29T21:00:00Z", "release": "0.1.0"},
+)
+PROBLEMS = [Problem.of("moe_layer", experts=8, dtype="bf16"), Problem.of("router", experts=8)]
+EPOCH = Epoch(
+    7,
+    "qwen3-ep2",
+    {
+        Cell(PROBLEMS[0], "eager", Bucket(1, 1)): Winner(ENTRY.tactic, 12.5, ENTRY.default, 20.0, "epoch"),
+        Cell(PROBLEMS[0], "cuda_graph", Bucket(33, 64)): Winner(Tactic.of("all_reduce", collective=True), 3.0, ENTRY.default, 4.0, "epoch"),
+        Cell(PROBLEMS[1], "eager", Bucket(1, 1)): Winner(ENTRY.default, 20.0, ENTRY.default, 20.0, "epoch"),
+    },
+)
+ENTRIES = (encode_entry(ENTRY), encode_entry(dataclasses.replace(ENTRY, key=pack("other"))))
+
+
+def decode_any(data):
+    decode_entry(data)
+
+
+def decode_any_epoch(data):
+    decode_epoch(data)
+
+
+BOTH = pytest.mark.parametrize(
+    ("data", "decode"), [(encode_entry(ENTRY), decode_any), (encode_epoch(EPOCH, ENTRIES), decode_any_epoch)], ids=["entry", "epoch"]
+)
+
+
+def seal(body):
+    """What a writer of another shape, but with a right digest, would leave."""
+    content = msgpack.packb(body)
+    return msgpack.packb({**body, "digest": hashlib.sha256(content).digest()[:16]})
+
+
+def entry_body(**changes):
+    body = msgpack.unpackb(encode_entry(ENTRY))
+    del body["digest"]
+    return {**body, **changes}
+
+
+def test_an_entry_comes_back_equal():
+    found = decode_entry(encode_entry(ENTRY), digest(KEY))
+    assert found == ENTRY
+    assert found.key_digest == digest(KEY)
+
+
+scalars = (
+    st.none() | st.booleans() | st.text(max_size=5) | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+)
+tactics = st.builds(
+    lambda backend, params, collective: Tactic.of(backend, collective=collective, **params),
+    st.text(max_size=8),
+    st.dictionaries(st.text(max_size=5).filter(lambda name: name not in ("backend", "collective")), scalars, max_size=4),
+    st.booleans(),
+)
+microseconds = st.floats(0, allow_nan=False, allow_infinity=False)
+times = st.builds(Timed, microseconds, microseconds, st.integers(1, 2**40))
+entries = st.builds(
+    Entry, st.binary(max_size=64), tactics, times, tactics, times, st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=4)
+)
+
+
+@given(entries)
+@settings(max_examples=100, deadline=None)
+def test_every_entry_comes_back_equal(entry):
+    found = decode_entry(encode_entry(entry), entry.key_digest)
+    assert found == entry
+    assert encode_entry(found) == encode_entry(entry)
+
+
+def test_an_epoch_comes_back_equal_with_its_entries():
+    found, embedded = decode_epoch(encode_epoch(EPOCH, ENTRIES), deployment="qwen3-ep2", number=7)
+    assert found == EPOCH
+    assert found.digest == EPOCH.digest
+    assert [decode_entry(data) for data in embedded] == [decode_entry(data) for data in ENTRIES]
+
+
+def test_the_empty_epoch_comes_back():
+    assert decode_epoch(encode_epoch(Epoch(), [])) == (Epoch(), ())
+
+
+@BOTH
+def test_truncated_at_any_byte(data, decode):
+    for length in range(len(data)):
+        with pytest.raises(Malformed):
+            decode(data[:length])
+    with pytest.raises(Malformed):
+        decode(data + b"\0")
+
+
+@BOTH
+def test_any_bit_flipped(data, decode):
+    for at in range(len(data)):
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[at] ^= 1 << bit
+            with pytest.raises(Malformed):
+                decode(bytes(damaged))
+
+
+@given(st.binary(max_size=64))
+@settings(max_examples=200, deadline=None)
+def test_any_bytes_at_all(data):
+    for decode in (decode_any, decode_any_epoch):
+        with pytest.raises(Malformed):
+            decode(data)
+
+
+plain = st.recursive(
+    scalars | st.binary(max_size=3) | st.floats(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+)
+
+
+@given(st.sampled_from(["key", "tactic", "time", "default", "default_time", "provenance"]), plain)
+@settings(max_examples=300, deadline=None)
+def test_a_field_of_another_shape_under_a_right_digest(field, value):
+    body = entry_body(**{field: value})
+    if msgpack.packb(body) == msgpack.packb(entry_body()):
+        return
+    try:
+        found = decode_entry(seal(body), digest(KEY))
+    except Malformed:
+        return
+    assert encode_entry(found) == seal(body)  # it was well formed after all, and says exactly what was written
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v": 0}, "format version 0; this release reads 1"),  # an older one
+        ({"v": 2, "surprise": 1}, "format version 2; this release reads 1"),  # a newer one may have other fields
+        ({"v": True}, "format version True"),
+        ({"kind": "epoch"}, "kind 'epoch' where 'entry' was asked for"),
+        ({"surprise": 1}, "fields .*surprise where"),
+        ({"time": [float("nan"), 0.0, 1]}, "nan is no time"),
+        ({"time": [float("inf"), 0.0, 1]}, "inf is no time"),
+        ({"time": [-1.0, 0.0, 1]}, r"-1\.0 is no time"),
+        ({"time": [1.0, 0.0, 0]}, "a time over 0 samples"),
+        ({"time": [1, 0.0, 1]}, "1 is no time"),  # an int: not what we write
+        ({"tactic": ["triton", [["x", float("nan")]], False]}, "a parameter that is no number"),
+        ({"tactic": 3}, "int where tuple was expected"),
+        ({"key": "text"}, "str where bytes was expected"),
+        ({"provenance": {"pid": 3}}, "int where str was expected"),
+    ],
+)
+def test_wrong_content_under_a_right_digest(changes, message):
+    with pytest.raises(Malformed, match=message):
+        decode_entry(seal(entry_body(**changes)))
+
+
+def test_a_value_that_is_no_bytes():
+    with pytest.raises(Malformed, match="NoneType bytes"):
+        decode_entry(None)
+
+
+def test_the_wrong_key():
+    with pytest.raises(Malformed, match=f"key {digest(KEY)[:8]} lies where {digest('x')[:8]} was asked for"):
+        decode_entry(encode_entry(ENTRY), digest("x"))
+
+
+def test_the_wrong_epoch():
+    data = encode_epoch(EPOCH, ENTRIES)
+    with pytest.raises(Malformed, match="'qwen3-ep2' lies where 'other' was asked for"):
+        decode_epoch(data, deployment="other")
+    with pytest.raises(Malformed, match="epoch 7 lies where 8 was asked for"):
+        decode_epoch(data, number=8)
+    with pytest.raises(Malformed, match="kind 'epoch' where 'entry'"):
+        decode_entry(data)
+
+
+def test_sizes_are_bounded():
+    with pytest.raises(ValueError, match=f"the limit is {MAX_ENTRY_BYTES}"):
+        encode_entry(dataclasses.replace(ENTRY, key=b"k" * MAX_ENTRY_BYTES))
+    with pytest.raises(Malformed, match=f"the limit is {MAX_ENTRY_BYTES}"):
+        decode_entry(b"\x90" * (MAX_ENTRY_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x91" * 1000 + b"\x90",  # nested lists
+        b"\x91" * 200_000,  # deeper than any stack
+        b"\xdd\xff\xff\xff\xff",  # a list of 4 billion
+        b"\xdf\xff\xff\xff\xff",  # a map of 4 billion
+        b"\xc6\xff\xff\xff\xff",  # 4 GiB of bytes
+        b"\xc7\x05\x01hello",  # an extension type
+        b"\xd6\xff\x00\x00\x00\x00",  # a timestamp
+        b"\x81\x90\x01",  # a map whose key is a list
+    ],
+    ids=lambda data: data[:6].hex(),
+)
+def test_hostile_msgpack(data):
+    for decode in (decode_any, decode_any_epoch):
+        with pytest.raises(Malformed):
+            decode(data)

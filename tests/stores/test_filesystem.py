@@ -1,0 +1,144 @@
+"""The store in a directory: what a disk, a killed writer or a stranger's file can do to it."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from moe_dist.errors import StoreError
+from moe_dist.stores.filesystem import SUFFIX, TEMPORARY, FilesystemStore
+from moe_dist.stores.open import open_store
+
+
+def temporaries(root):
+    return [path for path in Path(root).rglob("*") if path.name.startswith(TEMPORARY)]
+
+
+def test_two_handles_share_and_a_new_value_replaces(tmp_path):
+    one, two = FilesystemStore(tmp_path / "s"), FilesystemStore(tmp_path / "s")
+    assert one.put("entries/e1/k1", b"old")
+    assert one.put("entries/e1/k1", b"new")
+    assert two.get("entries/e1/k1") == b"new"
+    assert two.list("entries") == ["entries/e1/k1"]
+    two.delete("entries/e1/k1")
+    assert one.get("entries/e1/k1") is None
+
+
+def test_a_key_may_be_the_prefix_of_another(tmp_path):
+    store = FilesystemStore(tmp_path)
+    for key in ("a", "a/b", "a/b/c"):
+        assert store.put(key, key.encode())
+    assert store.list("") == ["a", "a/b", "a/b/c"]
+    assert store.list("a") == ["a/b", "a/b/c"]
+    assert store.get("a/b") == b"a/b"
+
+
+def test_a_dead_writers_temporary_file_goes_at_the_next_attach_and_a_live_ones_stays(tmp_path):
+    code = (
+        "import os, sys; from moe_dist.stores import filesystem\n"
+        "def hold(fd): print('writing', flush=True); sys.stdin.read()\n"
+        "os.fsync = hold\n"
+        "filesystem.FilesystemStore(sys.argv[1]).put('a/b', b'value')\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout.readline() == "writing\n"
+        FilesystemStore(tmp_path)
+        assert len(temporaries(tmp_path)) == 1
+        writer.kill()
+        writer.wait(60)
+    assert len(temporaries(tmp_path)) == 1
+    assert FilesystemStore(tmp_path).list("") == []
+    assert temporaries(tmp_path) == []
+
+
+def test_a_writer_whose_temporary_file_vanishes_writes_again(tmp_path, monkeypatch):
+    fsync, removed = os.fsync, []
+
+    def remove_first(handle):
+        if not removed:
+            removed.extend(temporaries(tmp_path))
+            removed[0].unlink()
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", remove_first)
+    store = FilesystemStore(tmp_path)
+    assert store.put("a/b", b"value")
+    assert removed
+    assert FilesystemStore(tmp_path).get("a/b") == b"value"
+
+
+def test_a_directory_deleted_while_in_use_is_made_again(tmp_path):
+    store = FilesystemStore(tmp_path / "s")
+    assert store.put("a/b", b"1")
+    (tmp_path / "s/a" / f"b{SUFFIX}").unlink()
+    (tmp_path / "s/a").rmdir()
+    (tmp_path / "s").rmdir()
+    assert store.get("a/b") is None
+    assert store.put("a/b", b"2")
+    assert store.get("a/b") == b"2"
+    assert store.degraded is None
+
+
+def test_a_file_in_the_way_degrades_to_memory_with_one_warning_that_names_the_path(tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    store = FilesystemStore(tmp_path / "file")
+    assert not store.put("a/b", b"1")
+    assert not store.put("a/c", b"2")
+    assert store.get_many(["a/b", "a/c", "a/d"]) == {"a/b": b"1", "a/c": b"2"}
+    assert store.list("a") == ["a/b", "a/c"]
+    store.delete("a/b")
+    assert store.list("a") == ["a/c"]
+    assert len(caplog.records) == 1
+    assert str(tmp_path / "file") in caplog.text
+
+
+def test_a_pipe_a_folder_and_foreign_files_are_misses(tmp_path):
+    store = FilesystemStore(tmp_path)
+    store.put("a/real", b"1")
+    os.mkfifo(tmp_path / f"a/pipe{SUFFIX}")
+    (tmp_path / f"a/folder{SUFFIX}").mkdir()
+    (tmp_path / f"a/UPPER{SUFFIX}").write_text("no key names this")
+    (tmp_path / "a/README").write_text("foreign")
+    os.symlink(tmp_path, tmp_path / "a/loop")
+    reader = threading.Thread(target=lambda: seen.update(store.get_many(["a/pipe", "a/folder", "a/real"])), daemon=True)
+    seen = {}
+    reader.start()
+    reader.join(30)
+    assert seen == {"a/real": b"1"}
+    assert store.list("") == ["a/real"]
+    FilesystemStore(tmp_path)
+    assert (tmp_path / "a/README").exists()
+
+
+def test_a_symlinked_root(tmp_path):
+    (tmp_path / "real").mkdir()
+    os.symlink(tmp_path / "real", tmp_path / "link")
+    assert FilesystemStore(tmp_path / "link").put("a/b", b"1")
+    assert FilesystemStore(tmp_path / "real").get("a/b") == b"1"
+
+
+@pytest.mark.parametrize(
+    "key", ["", "/a", "a/", "a//b", "../a", "a/../b", ".hidden", "A", "a b", "a+value", "é", "x" * 201, "a/" * 300 + "a"]
+)
+def test_a_wrong_key_is_refused(tmp_path, key):
+    store = FilesystemStore(tmp_path)
+    for call in (store.get, store.delete, lambda key: store.put(key, b""), lambda key: store.get_many([key])):
+        with pytest.raises(StoreError, match="is no store key: use segments"):
+            call(key)
+
+
+def test_open_store(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert open_store("memory:").url == "memory:"
+    assert open_store(f"file://{tmp_path}/a%20b").url == f"file://{tmp_path}/a%20b"
+    assert open_store(str(tmp_path)).url == f"file://{tmp_path}"
+    assert open_store("sub/dir").url == f"file://{tmp_path}/sub/dir"
+    with pytest.raises(StoreError, match=r"scheme 'http:' is unknown; use one of memory:, file:"):
+        open_store("http://host/x")
+    with pytest.raises(StoreError, match="names no local path"):
+        open_store("file://elsewhere/x")
+    with pytest.raises(StoreError, match="is empty"):
+        open_store("")
