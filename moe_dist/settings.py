@@ -3,7 +3,7 @@
 Owns reading and checking variables; knows no default of any config. cli and bench may import it, and `stores` for its
 default folder. Of ours it imports errors alone.
 
-Variables: `RANK`, `WORLD_SIZE`, `LOCAL_RANK` (as torchrun sets them), `MOE_DIST_STORE` (URL of the store that the
+Variables: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` (as torchrun sets them), `MOE_DIST_STORE` (URL of the store that the
 commands use when none is named), `XDG_CACHE_HOME`.
 """
 
@@ -52,6 +52,11 @@ def rank_settings(environ: Mapping[str, str] = os.environ) -> RankSettings:
         local_rank=_integer(environ, "LOCAL_RANK", rank),
         launched=True,
     )
+
+
+def job_settings(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """The run's id and how often it was restarted, as torchrun sets them: part of every word that ranks exchange."""
+    return environ.get("TORCHELASTIC_RUN_ID", ""), _integer(environ, "TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def default_store(environ: Mapping[str, str] = os.environ) -> str:

@@ -44,7 +44,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # None of the tuner's parts imports another. A policy is a word of the others: how time is taken.
     "moe_dist.tuning.policy": LEAVES,
     **dict.fromkeys(TUNER_PARTS[1:], (*LEAVES, "moe_dist.tuning.policy")),
-    "moe_dist.tuning": (*LEAVES, *TUNER_PARTS),  # tuner.py and context.py
+    "moe_dist.tuning": (*LEAVES, *TUNER_PARTS, "moe_dist.settings"),  # tuner.py, tune_pass.py and context.py
     "moe_dist.operation": (*LEAVES, "moe_dist.tensors", "moe_dist.backends", "moe_dist.tuning.probe"),
     "moe_dist.layer": (*LEAVES, "moe_dist.tensors", "moe_dist.backends", "moe_dist.operation", "moe_dist.tuning"),
     "moe_dist.repro": CORE,

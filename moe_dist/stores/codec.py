@@ -45,7 +45,7 @@ def encode_entry(entry: Entry) -> bytes:
             "tactic": entry.tactic.to_plain(),
             "time": _plain_time(entry.time),
             "default": entry.default.to_plain(),
-            "default_time": _plain_time(entry.default_time),
+            "default_time": None if entry.default_time is None else _plain_time(entry.default_time),
             "provenance": dict(sorted(entry.provenance.items())),
         },
         MAX_ENTRY_BYTES,
@@ -64,7 +64,7 @@ def decode_entry(data: bytes, key_digest: str | None = None) -> Entry:
             tactic=_tactic(body["tactic"]),
             time=_time(body["time"]),
             default=_tactic(body["default"]),
-            default_time=_time(body["default_time"]),
+            default_time=None if body["default_time"] is None else _time(body["default_time"]),
             provenance={_typed(name, str): _typed(value, str) for name, value in _typed(body["provenance"], dict).items()},
         )
     except (TypeError, ValueError) as error:
@@ -84,7 +84,18 @@ def encode_epoch(epoch: Epoch, entries: Iterable[bytes]) -> bytes:
     for cell, winner in epoch.winners.items():
         at = problems.setdefault(cell.problem, len(problems))
         tactic, tactic_us, default, default_us, _ = winner.to_plain()
-        winners.append([at, cell.mode, cell.bucket.low, cell.bucket.high, tactic, float(tactic_us), default, float(default_us)])
+        winners.append(
+            [
+                at,
+                cell.mode,
+                cell.bucket.low,
+                cell.bucket.high,
+                tactic,
+                float(tactic_us),
+                default,
+                None if default_us is None else float(default_us),
+            ]
+        )
     return _seal(
         {
             "v": FORMAT_VERSION,
@@ -112,7 +123,13 @@ def decode_epoch(data: bytes, *, deployment: str | None = None, number: int | No
             if type(at) is not int or not 0 <= at < len(problems):
                 raise ValueError(f"problem {at!r} of {len(problems)}")
             cell = Cell(problems[at], _typed(mode, str), _bucket(low, high))
-            winners[cell] = Winner(_tactic(tactic), _microseconds(tactic_us), _tactic(default), _microseconds(default_us), "epoch")
+            winners[cell] = Winner(
+                _tactic(tactic),
+                _microseconds(tactic_us),
+                _tactic(default),
+                None if default_us is None else _microseconds(default_us),
+                "epoch",
+            )
         if len(winners) != len(body["winners"]):
             raise ValueError("a cell occurs twice")
         epoch = Epoch(_typed(body["number"], int), _typed(body["deployment"], str), winners)

@@ -38,6 +38,11 @@ class FilesystemStore(DegradingStore):
         super().__init__(Path(self._root).as_uri())
         self._sweep()
 
+    @property
+    def journal_folder(self) -> str:
+        """Where the tuner remembers crashes: beside the entries, under a name that is no key's folder."""
+        return f"{self._root}/+journal"
+
     def close(self) -> None:
         """Nothing is held open."""
 

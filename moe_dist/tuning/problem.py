@@ -71,7 +71,7 @@ class Problem:
         return cls(operation, canonical(fields))
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@dataclasses.dataclass(frozen=True)
 class Tactic:
     """Backend name and named parameters: self-describing, never an index into a list that can change.
 
@@ -196,7 +196,7 @@ Measurement = Timed | Failed | Abstain
 class Entry:
     """A stored winner under its key. Stores publish its bytes (`stores.codec`); a plan decides whether it is taken.
 
-    key: `pack` of the key's canonical form, opaque here. time, default_time: what the winner and the default took.
+    key: `pack` of the key's canonical form, opaque here. time, default_time: what the winner and the default took; None: the default could not be timed.
     provenance: who measured and when (host, pid, time, release), for people: no decision reads it.
     """
 
@@ -204,7 +204,7 @@ class Entry:
     tactic: Tactic
     time: Timed
     default: Tactic
-    default_time: Timed
+    default_time: Timed | None
     provenance: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -284,12 +284,15 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Winner:
-    """What a cell is served by. `source`: "tuned" in this pass, "hit" from a store, "epoch" adopted from a committed one."""
+    """What a cell is served by. default_us None: the default could not be timed.
+
+    source: "tuned" in this pass, "hit" from a store, "epoch" adopted from a committed one.
+    """
 
     tactic: Tactic
     tactic_us: float
     default: Tactic
-    default_us: float
+    default_us: float | None
     source: str
 
     def to_plain(self) -> list[Any]:
@@ -298,7 +301,13 @@ class Winner:
     @classmethod
     def from_plain(cls, plain: Sequence[Any]) -> Winner:
         tactic, tactic_us, default, default_us, source = plain
-        return cls(Tactic.from_plain(tactic), float(tactic_us), Tactic.from_plain(default), float(default_us), str(source))
+        return cls(
+            Tactic.from_plain(tactic),
+            float(tactic_us),
+            Tactic.from_plain(default),
+            None if default_us is None else float(default_us),
+            str(source),
+        )
 
 
 @dataclasses.dataclass(frozen=True)

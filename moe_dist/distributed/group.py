@@ -1,0 +1,372 @@
+"""A group of ranks with deadlines: what it owns is the rendezvous, liveness and the verdict of a pass.
+
+Ranks talk through a prefix of a torch.distributed Store, never through the framework's collectives. Every word carries
+run, restart, attachment, pass, step and rank, so a late one matches nothing. One rank, 0, gathers a step's words and
+publishes them together: 2 messages a rank and step, whatever the size of the group.
+Knows nothing of plans, tactics or stores of winners; `converge.py` and the tuner use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgpack
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+
+from moe_dist.errors import ConfigError, GroupError, PassAborted, RankLost, RankWithdrawn, RendezvousLost, SettingsDiffer, TunerStateError
+
+T = TypeVar("T")
+
+PROGRESS_TIMEOUT = timedelta(seconds=60)
+CAP = timedelta(minutes=20)
+# How long one request to the rendezvous may take before it counts as unreachable.
+REQUEST_TIMEOUT = timedelta(seconds=15)
+# Polling starts here and slows down, so that ranks that wait take no CPU from ranks that measure.
+_POLL_S, _SLOWEST_POLL_S = 0.001, 0.02
+_LOOK_AROUND_S = 0.25  # how often a waiting rank looks at the verdict and at its peers' progress
+_PROGRESS_EVERY_S = 0.2
+_VERDICT = "verdict"
+_ERRORS: dict[str, type[GroupError]] = {kind.__name__: kind for kind in (RankLost, RankWithdrawn, PassAborted, SettingsDiffer)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """How a pass ended, as its one rendezvous key says: `committed` to a digest, or aborted by an error for everyone."""
+
+    committed: str = ""
+    error: str = ""
+    message: str = ""
+    ranks: tuple[int, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        packed: bytes = msgpack.packb([self.committed, self.error, self.message, list(self.ranks)])
+        return packed
+
+    @classmethod
+    def from_bytes(cls, value: bytes) -> Verdict:
+        committed, error, message, ranks = msgpack.unpackb(value)
+        return cls(committed, error, message, tuple(ranks))
+
+    def raise_error(self) -> None:
+        if self.error:
+            raise _ERRORS[self.error](self.message, self.ranks)
+
+
+class RankGroup:
+    """The ranks that tune together. Every wait ends: by the words, by a verdict, or by `RankLost` at a deadline.
+
+    store: the rendezvous, any torch.distributed Store that all ranks reach; the group adds its own prefix.
+    rank, size: of this group. names: the global rank of each, for errors; default: the group's own.
+    scope: equal on all ranks of this group and different from every other group on the same store.
+    progress_timeout: a rank is lost when it neither answers nor progresses for so long. cap: the same for a whole pass.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        names: Sequence[int] | None = None,
+        scope: str = "group",
+        progress_timeout: timedelta = PROGRESS_TIMEOUT,
+        cap: timedelta = CAP,
+    ) -> None:
+        if not 0 <= rank < size:
+            raise ConfigError(f"rank {rank} is outside a group of {size}; ranks go from 0 to {size - 1}")
+        if min(progress_timeout, cap) <= timedelta(0):
+            raise ConfigError(f"progress_timeout {progress_timeout} and cap {cap} must be above 0")
+        self.rank, self.size = rank, size
+        self.names = tuple(names) if names is not None else tuple(range(size))
+        self.dead: str | None = None
+        # A connection of our own: the framework may hold the shared one's lock in a long wait.
+        self._store, self._scope = store.clone(), scope  # type: ignore[attr-defined]
+        self._progress_timeout, self._cap = progress_timeout.total_seconds(), cap.total_seconds()
+        self._requests = _Requests()
+        self._attachment = self._ask(lambda: self._store.add(f"{scope}/attach/{rank}", 1))
+        self._claim = f"{scope}/claim/{rank}"
+        holder = str(self._attachment)
+        if bytes(self._ask(lambda: self._store.compare_set(self._claim, "", holder))).decode() != holder:
+            self._requests.close()
+            raise TunerStateError(f"rank {rank} of group {scope!r} has an open tuner already; close that one first")
+        self._pass = 0
+        self._pass_start = 0.0
+        self._step = 0
+        self._progress, self._progress_sent = 0, 0.0
+        self._garbage: list[str] = []
+        self._open = False
+        self._closed = False
+
+    @classmethod
+    def alone(cls) -> RankGroup:
+        """A group of one: the same pass, with nobody to wait for."""
+        return cls(HashStore(), 0, 1)
+
+    @classmethod
+    def from_process_group(
+        cls,
+        group: dist.ProcessGroup,
+        *,
+        run: str = "",
+        restart: int = 0,
+        progress_timeout: timedelta = PROGRESS_TIMEOUT,
+        cap: timedelta = CAP,
+    ) -> RankGroup:
+        """The ranks of a torch process group, over a prefix of the store that group was made from; its own collectives stay untouched.
+
+        TunerStateError: this process is not in the group, or the group's store can't be found.
+        """
+        ranks = dist.get_process_group_ranks(group)
+        me = dist.get_rank()
+        if me not in ranks:
+            raise TunerStateError(f"rank {me} is not in the group of ranks {ranks}; pass the group that this rank belongs to")
+        store = _store_of(group)
+        scope = f"moe_dist/{run}/{restart}/{'-'.join(map(str, ranks)) if len(ranks) <= 64 else f'{ranks[0]}-{ranks[-1]}x{len(ranks)}'}"
+        return cls(store, ranks.index(me), len(ranks), names=ranks, scope=scope, progress_timeout=progress_timeout, cap=cap)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    # -- one pass ---------------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Open the next pass. TunerStateError: one is open, or the group is dead."""
+        if self.dead:
+            raise TunerStateError(f"this group is dead ({self.dead}); start a new group or restart the process")
+        if self._open:
+            raise TunerStateError("a pass is already open on this group; two can't run at once")
+        self._pass += 1
+        self._step = 0
+        self._pass_start = time.monotonic()
+        self._open = True
+
+    def exchange(self, step: str, word: bytes) -> list[bytes]:
+        """Send `word` and return every rank's, in rank order. All ranks call the same steps in the same order.
+
+        Raises what the pass's verdict says (RankWithdrawn, PassAborted, ...), RankLost at a deadline, RendezvousLost.
+        """
+        self._step += 1
+        name = f"{self._step:06d}-{step}"
+        self.progress(force=True)
+        if self.size == 1:
+            return [word]
+        own, all_words = self._key(f"{name}/{self.rank}"), self._key(f"{name}/all")
+        self._ask(lambda: self._store.set(own, word))
+        if self.is_leader:
+            keys = [self._key(f"{name}/{rank}") for rank in range(self.size)]
+            self._await(keys, step, name)
+            words = [self._get(key) for key in keys]
+            self._ask(lambda: self._store.set(all_words, msgpack.packb(words)))
+        else:
+            self._await([all_words], step, name)
+            words = list(msgpack.unpackb(self._get(all_words)))
+        # Whoever holds this step's words knows that all have read the last step's: those can go.
+        for key in self._garbage:
+            self._ask(lambda key=key: self._store.delete_key(key))  # type: ignore[misc]
+        self._garbage = [own, all_words] if self.is_leader else [own]
+        return words
+
+    def progress(self, *, force: bool = False) -> None:
+        """Show peers that this rank works. Cheap; sent at most five times a second. Only the working thread calls it."""
+        self._progress += 1
+        now = time.monotonic()
+        if self.size > 1 and self._open and (force or now - self._progress_sent >= _PROGRESS_EVERY_S):
+            self._progress_sent = now
+            count = str(self._progress).encode()
+            self._ask(lambda: self._store.set(f"{self._base}/progress/{self.rank}", count))
+
+    def commit(self, table_digest: str) -> None:
+        """Close the pass on `table_digest`: the leader compares and sets the one key, the others adopt what it says."""
+        if self.is_leader:
+            verdict = self._decide(Verdict(committed=table_digest))
+        else:
+            self._await([self._key(_VERDICT)], "commit", None)
+            verdict = self._read_verdict()
+        self._open = False
+        if verdict.error:
+            self._die_of(verdict)
+        if verdict.committed != table_digest:
+            self.dead = "committed to another table"
+            raise PassAborted(
+                f"pass {self._pass} was committed to table {verdict.committed}, but rank {self.names[self.rank]} holds {table_digest}",
+                [self.names[self.rank]],
+            )
+
+    def abort(self, error: GroupError) -> None:
+        """End the pass for everyone with `error`, unless it has ended already. Returns; the caller raises its own error."""
+        if self._open and not self.dead:
+            self._open = False
+            with contextlib.suppress(RendezvousLost):
+                self._decide(Verdict(error=type(error).__name__, message=str(error), ranks=error.ranks))
+
+    def abandon(self) -> None:
+        """Close a pass that every rank ends alike, from the same words: nobody waits for a verdict."""
+        self._open = False
+
+    def withdraw(self, reason: str) -> None:
+        """This rank leaves by an exception of its own: peers in this pass, or in the one about to begin, raise RankWithdrawn."""
+        if self.dead or self._closed or self.size == 1:
+            return
+        if not self._open:
+            self._pass += 1
+        name = self.names[self.rank]
+        self._open = True
+        self.abort(RankWithdrawn(f"rank {name} left the pass: {reason}", [name]))
+        self.dead = f"rank {name} withdrew"
+
+    def close(self) -> None:
+        """Release the request thread and the claim on the ranks; idempotent. A request stuck in a dead server is not waited for."""
+        if not self._closed:
+            self._closed = True
+            if self.dead != "rendezvous lost":
+                with contextlib.suppress(RendezvousLost):
+                    self._ask(lambda: self._store.delete_key(self._claim))
+            self._requests.close()
+
+    # -- below: the rendezvous -------------------------------------------------------------------------------------------
+
+    @property
+    def _base(self) -> str:
+        return f"{self._scope}/{self._attachment}"
+
+    def _key(self, name: str) -> str:
+        return f"{self._base}/{self._pass}/{name}"
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        """One bounded request. RendezvousLost: it failed or did not return in time; the group is then dead."""
+        if self.dead == "rendezvous lost":
+            raise RendezvousLost("the rendezvous store was lost; the group is dead")
+        try:
+            return self._requests.call(request, REQUEST_TIMEOUT.total_seconds())
+        except (RuntimeError, OSError, ValueError, TimeoutError) as error:
+            cause = error
+        self.dead = "rendezvous lost"
+        raise RendezvousLost(
+            f"the rendezvous store can't be reached ({str(cause).partition(chr(10))[0][:200]}); treated as aborted, the group is dead"
+        ) from cause
+
+    def _get(self, key: str) -> bytes:
+        value: Any = self._ask(lambda: self._store.get(key))
+        return bytes(value)
+
+    def _present(self, key: str) -> bool:
+        return bool(self._ask(lambda: self._store.check([key])))
+
+    def _await(self, keys: list[str], step: str, name: str | None) -> None:
+        """Until all `keys` are there. Raises what the verdict says, or decides that ranks are lost."""
+        seen: dict[int, tuple[bytes, float]] = {}
+        started = looked = time.monotonic()
+        pause = _POLL_S
+        while not self._ask(lambda: self._store.check(keys)):
+            time.sleep(pause)
+            pause = min(pause * 1.5, _SLOWEST_POLL_S)
+            now = time.monotonic()
+            if now - looked < _LOOK_AROUND_S:
+                continue
+            looked = now
+            if self._present(self._key(_VERDICT)):
+                if name is None:
+                    return
+                self._open = False
+                self._die_of(self._read_verdict())
+            missing = self._missing(name)
+            stale = [rank for rank in missing if now - self._last_moved(rank, seen, started) > self._progress_timeout]
+            if stale or now - self._pass_start > self._cap:
+                self._lose(stale or missing, step, over_cap=not stale)
+
+    def _missing(self, name: str | None) -> list[int]:
+        """Who keeps this step from ending: ranks without a word; if all have spoken, the leader that has not published."""
+        if name is None:
+            return [0]
+        silent = [rank for rank in range(self.size) if rank != self.rank and not self._present(self._key(f"{name}/{rank}"))]
+        return silent or [0]
+
+    def _last_moved(self, rank: int, seen: dict[int, tuple[bytes, float]], started: float) -> float:
+        """When this rank last saw `rank`'s progress counter change, by its own clock."""
+        key = f"{self._base}/progress/{rank}"
+        count = self._get(key) if self._present(key) else b""
+        if rank not in seen or seen[rank][0] != count:
+            seen[rank] = (count, time.monotonic() if rank in seen else started)
+        return seen[rank][1]
+
+    def _lose(self, ranks: list[int], step: str, *, over_cap: bool) -> None:
+        names = [self.names[rank] for rank in ranks]
+        why = f"the pass outlasted its cap of {self._cap:.0f} s" if over_cap else f"no progress for {self._progress_timeout:.0f} s"
+        listed = ", ".join(map(str, names))
+        verdict = self._decide(
+            Verdict(error="RankLost", message=f"rank {listed} lost in pass {self._pass}, step {step}: {why}", ranks=tuple(names))
+        )
+        self._open = False
+        if verdict.committed:
+            return  # the leader committed in the same moment: adopt it
+        self._die_of(verdict)
+
+    def _decide(self, wanted: Verdict) -> Verdict:
+        """Compare-and-set the pass's one key from nothing to `wanted`; what it then says is the verdict for everyone."""
+        key = self._key(_VERDICT)
+        self._ask(lambda: self._store.compare_set(key, "", wanted.to_bytes().hex()))
+        return self._read_verdict()
+
+    def _read_verdict(self) -> Verdict:
+        return Verdict.from_bytes(bytes.fromhex(self._get(self._key(_VERDICT)).decode()))
+
+    def _die_of(self, verdict: Verdict) -> None:
+        if verdict.error in ("RankLost", "RankWithdrawn"):
+            self.dead = verdict.message
+        verdict.raise_error()
+        raise PassAborted(f"pass {self._pass} was committed by others while this rank was still in it", [self.names[self.rank]])
+
+
+class _Requests:
+    """One daemon thread that talks to the rendezvous, so that a server that stops answering can hold neither a rank nor its exit."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="moe_dist-rendezvous", daemon=True).start()
+
+    def call(self, request: Callable[[], T], timeout_s: float) -> T:
+        """What `request` returns or raises. TimeoutError: it did neither in time."""
+        answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        self._work.put((request, answer))
+        try:
+            value, error = answer.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError(f"no answer in {timeout_s:.0f} s") from None
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    def close(self) -> None:
+        self._work.put(None)
+
+    def _serve(self) -> None:
+        while (item := self._work.get()) is not None:
+            request, answer = item
+            try:
+                answer.put((request(), None))
+            except BaseException as error:  # handed to the caller, whatever it is
+                answer.put((None, error))
+
+
+def _store_of(group: dist.ProcessGroup) -> Store:
+    """The rendezvous store that `group` was made from, or the default group's."""
+    from torch.distributed import distributed_c10d as c10d
+
+    entry = c10d._world.pg_map.get(group)
+    if entry is not None and entry[1] is not None:
+        return entry[1]
+    try:
+        return c10d._get_default_store()
+    except ValueError as error:
+        raise TunerStateError(
+            "the group's rendezvous store can't be found: initialise torch.distributed first, or pass a RankGroup"
+        ) from error

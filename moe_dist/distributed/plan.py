@@ -1,0 +1,216 @@
+"""What a group agrees to do: pure functions from the ranks' words to a proposal, then a plan. No rank is talked to here.
+
+agree 1: every rank sends an `Offer`; `agree_offers` gives the union of their problems and the hits they hold.
+agree 2: every rank sends an `Answer` to that; `agree_plan` gives the plan, the same everywhere: it fixes every later step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from moe_dist.errors import NothingRunnable, SettingsDiffer
+from moe_dist.tuning.problem import Bucket, Cell, Problem, Tactic, canonical, digest, pack
+
+
+@dataclasses.dataclass(frozen=True)
+class CellOffer:
+    """One rank's say on a cell. hit: the entry bytes that it would serve from, and the epoch that it was tuned for."""
+
+    default: Tactic
+    candidates: tuple[Tactic, ...]
+    hit: bytes | None = None
+    hit_epoch: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """Agree 1. settings and environment map names to plain values that must be equal (environments may be allowed to differ).
+
+    epoch, epoch_digest: the table that the rank serves from; stored: number and digest of the newest epoch in the leader's store.
+    """
+
+    settings: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    cells: Mapping[Cell, CellOffer]
+    workspace_limit: int | None = None
+    epoch: int = 0
+    epoch_digest: str = ""
+    stored: tuple[int, str] = (0, "")
+
+    def to_bytes(self) -> bytes:
+        """Problems and tactics are written once each and named by their place."""
+        problems: dict[Problem, int] = {}
+        tactics: dict[Tactic, int] = {}
+
+        def place(table: dict[Any, int], item: Any) -> int:
+            return table.setdefault(item, len(table))
+
+        cells = [
+            [
+                place(problems, cell.problem), cell.mode, cell.bucket.low, cell.bucket.high,
+                place(tactics, offer.default), [place(tactics, tactic) for tactic in offer.candidates], offer.hit, offer.hit_epoch,
+            ]
+            for cell, offer in self.cells.items()
+        ]  # fmt: skip
+        packed: bytes = msgpack.packb({
+            "settings": canonical(self.settings), "environment": canonical(self.environment), "limit": self.workspace_limit,
+            "epoch": [self.epoch, self.epoch_digest, self.stored], "cells": cells,
+            "problems": [[problem.operation, problem.fields] for problem in problems], "tactics": [tactic.to_plain() for tactic in tactics],
+        })  # fmt: skip
+        return packed
+
+    @classmethod
+    def from_bytes(cls, value: bytes) -> Offer:
+        plain = msgpack.unpackb(value, strict_map_key=True)
+        problems = [Problem(operation, canonical(fields)) for operation, fields in plain["problems"]]
+        tactics = [Tactic.from_plain(tactic) for tactic in plain["tactics"]]
+        cells = {
+            Cell(problems[problem], mode, Bucket(low, high)): CellOffer(
+                tactics[default], tuple(tactics[at] for at in candidates), hit, hit_epoch
+            )
+            for problem, mode, low, high, default, candidates, hit, hit_epoch in plain["cells"]
+        }
+        epoch, epoch_digest, stored = plain["epoch"]
+        settings, environment = ({name: canonical(item) for name, item in plain[field]} for field in ("settings", "environment"))
+        return cls(settings, environment, cells, plain["limit"], epoch, epoch_digest, tuple(stored))
+
+
+@dataclasses.dataclass(frozen=True)
+class ProposedCell:
+    """candidates: the union, default first, then by name. hits: distinct entry bytes, the preferred first."""
+
+    cell: Cell
+    default: Tactic
+    candidates: tuple[Tactic, ...]
+    hits: tuple[bytes, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """base: the digest of the epoch that all serve from, or None where they differ. number: that of the epoch to come; stored: the newest before it."""
+
+    cells: tuple[ProposedCell, ...]
+    workspace_limit: int | None
+    base: str | None
+    number: int
+    stored: tuple[int, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class CellAnswer:
+    """For each proposed hit and candidate: None (yes) or the reason against it."""
+
+    hits: tuple[str | None, ...]
+    candidates: tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Agree 2. One `CellAnswer` a proposed cell, in order; None: this rank has no such problem and abstains."""
+
+    cells: tuple[CellAnswer | None, ...]
+
+    def to_bytes(self) -> bytes:
+        packed: bytes = msgpack.packb([None if cell is None else [cell.hits, cell.candidates] for cell in self.cells])
+        return packed
+
+    @classmethod
+    def from_bytes(cls, value: bytes) -> Answer:
+        return cls(tuple(None if cell is None else CellAnswer(tuple(cell[0]), tuple(cell[1])) for cell in msgpack.unpackb(value)))
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedCell:
+    """serve: the entry bytes that all accepted, or None: time `tactics` (default first). ranks: those that have the problem."""
+
+    cell: Cell
+    default: Tactic
+    serve: bytes | None
+    tactics: tuple[Tactic, ...]
+    rejected: tuple[tuple[Tactic, str], ...]
+    ranks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the group does. The number and order of all later steps follow from it alone."""
+
+    cells: tuple[PlannedCell, ...]
+    base: str | None
+    number: int
+    stored: tuple[int, str]
+
+
+def agree_offers(offers: Sequence[Offer], names: Sequence[int], *, mixed_environments: bool = False) -> Proposal:
+    """The same proposal on every rank. SettingsDiffer: settings, environments or a cell's default differ; it names ranks and fields."""
+    _require_equal("settings", [offer.settings for offer in offers], names)
+    if not mixed_environments:
+        _require_equal("environments", [offer.environment for offer in offers], names)
+    cells = sorted({cell for offer in offers for cell in offer.cells}, key=lambda cell: (pack(cell.problem), cell.mode, cell.bucket))
+    proposed = []
+    for cell in cells:
+        said = [(name, offer.cells[cell]) for name, offer in zip(names, offers, strict=True) if cell in offer.cells]
+        default = said[0][1].default
+        for name, offer in said:
+            if offer.default != default:
+                raise SettingsDiffer(
+                    f"{cell}: the default is {default} on rank {said[0][0]} and {offer.default} on rank {name}",
+                    [said[0][0], name],
+                    ["default"],
+                )
+        others = {tactic for _, offer in said for tactic in offer.candidates} - {default}
+        hits = {(offer.hit_epoch, offer.hit) for _, offer in said if offer.hit is not None}
+        preferred = sorted(hits, key=lambda hit: (-hit[0], hashlib.sha256(hit[1]).digest()))
+        proposed.append(ProposedCell(cell, default, (default, *sorted(others, key=str)), tuple(dict.fromkeys(hit for _, hit in preferred))))
+    limits = [offer.workspace_limit for offer in offers if offer.workspace_limit is not None]
+    bases = {offer.epoch_digest for offer in offers}
+    stored = max(offer.stored for offer in offers)
+    number = 1 + max(stored[0], max(offer.epoch for offer in offers))
+    return Proposal(tuple(proposed), min(limits, default=None), bases.pop() if len(bases) == 1 else None, number, stored)
+
+
+def agree_plan(proposal: Proposal, answers: Sequence[Answer], names: Sequence[int]) -> Plan:
+    """The same plan on every rank: serve a hit that all accepted, else time what all can run.
+
+    NothingRunnable: a cell has no candidate that all can run and the default fails somewhere; nothing is stored.
+    """
+    planned = []
+    for at, proposed in enumerate(proposal.cells):
+        said = [(rank, answer.cells[at]) for rank, answer in enumerate(answers)]
+        present = [(rank, answer) for rank, answer in said if answer is not None]
+        serve = next((hit for index, hit in enumerate(proposed.hits) if all(answer.hits[index] is None for _, answer in present)), None)
+        runnable, rejected = [], []
+        for index, tactic in enumerate(proposed.candidates):
+            reasons = [(names[rank], reason) for rank, answer in present if (reason := answer.candidates[index]) is not None]
+            if reasons:
+                rejected.append((tactic, f"rank {reasons[0][0]}: {reasons[0][1]}"))
+            else:
+                runnable.append(tactic)
+        if serve is None and not runnable:
+            listing = "; ".join(f"{tactic}: {reason}" for tactic, reason in rejected)
+            raise NothingRunnable(f"{proposed.cell}: no candidate can run on all ranks: {listing}")
+        planned.append(
+            PlannedCell(proposed.cell, proposed.default, serve, tuple(runnable), tuple(rejected), tuple(rank for rank, _ in present))
+        )
+    return Plan(tuple(planned), proposal.base, proposal.number, proposal.stored)
+
+
+def _require_equal(what: str, values: Sequence[Mapping[str, Any]], names: Sequence[int]) -> None:
+    differing = sorted(field for field in set().union(*values) if len({digest(canonical(value.get(field))) for value in values}) > 1)
+    if not differing:
+        return
+    lines: list[str] = []
+    culprits: set[int] = set()
+    for field in differing:
+        holders: dict[str, list[int]] = {}
+        for name, value in zip(names, values, strict=True):
+            holders.setdefault(repr(value.get(field)), []).append(name)
+        usual = max(holders.values(), key=len)
+        culprits.update(name for held in holders.values() if held is not usual for name in held)
+        lines.append(f"{field} is " + " and ".join(f"{text} on rank {', '.join(map(str, held))}" for text, held in holders.items()))
+    raise SettingsDiffer(f"{what} differ between ranks: " + "; ".join(lines) + "; start all ranks alike", sorted(culprits), differing)

@@ -1,0 +1,144 @@
+"""What must be equal for a result to be reused: environment and key. Knows no store and no rank.
+
+One function builds an environment, one a key; both are frozen dataclasses whose every field counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_dist.tuning.problem import Cell, ProbeSpec, canonical, digest
+
+FORMAT_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Changing any one field makes every stored result of the other a miss."""
+
+    format_version: int
+    device_type: str
+    device_name: str
+    compute_capability: str
+    sm_count: int
+    driver: str
+    cuda: str
+    torch: str
+    triton: str
+    moe_dist: str
+    kernel_sources: str
+    host_threads: int
+    backends: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def digest(self) -> str:
+        return digest(self)
+
+    def to_plain(self) -> dict[str, Any]:
+        return {field.name: canonical(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Environment:
+        return cls(**{name: canonical(value) for name, value in plain.items()})
+
+    def differences(self, other: Environment) -> dict[str, tuple[Any, Any]]:
+        """{field: (ours, theirs)} for every field that differs."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: (getattr(self, name), getattr(other, name)) for name in names if getattr(self, name) != getattr(other, name)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Key:
+    """Where a winner may be reused: environment + problem + bucket + mode + policy + objective + probe."""
+
+    environment: Environment
+    cell: Cell
+    policy: str
+    objective: str
+    probe: ProbeSpec
+
+    def canonical(self) -> Any:
+        return canonical(self)
+
+    @property
+    def digest(self) -> str:
+        return digest(self)
+
+    @property
+    def path(self) -> str:
+        """The store key of its entry: the environment chooses the folder, the rest the entry."""
+        return f"entries/{self.environment.digest}/{self.digest}"
+
+
+def build_environment(device: torch.device, versions: Mapping[str, str] | None = None) -> Environment:
+    """The environment of this process on `device`. versions: those of the foreign backends in the pool."""
+    cuda = device.type == "cuda"
+    properties = torch.cuda.get_device_properties(device) if cuda else None
+    return Environment(
+        format_version=FORMAT_VERSION,
+        device_type=device.type,
+        device_name=properties.name if properties else _cpu_name(),
+        compute_capability=f"{properties.major}.{properties.minor}" if properties else platform.machine(),
+        sm_count=properties.multi_processor_count if properties else 0,
+        driver=_driver_version() if cuda else "",
+        cuda=str(torch.version.cuda or ""),
+        torch=str(torch.__version__),
+        triton=_version("triton"),
+        moe_dist=_version("moe-dist"),
+        kernel_sources=_kernel_sources(),
+        host_threads=0 if cuda else torch.get_num_threads(),
+        backends=tuple(sorted((versions or {}).items())),
+    )
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux: the platform module knows a coarser name
+    return platform.processor() or platform.machine()
+
+
+def _driver_version() -> str:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().split("Kernel Module")[1].split()[0]
+    except (OSError, IndexError):
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        except Exception as error:  # any failure of an optional library means one thing: the driver can't be told
+            raise RuntimeError("the NVIDIA driver's version can't be read from /proc or NVML; install nvidia-ml-py") from error
+
+
+@functools.cache
+def _kernel_sources() -> str:
+    """Digest of the kernel package's sources, found without importing it (that would load triton)."""
+    spec = importlib.util.find_spec("moe_dist_kernels")
+    if spec is None or not spec.submodule_search_locations:
+        return "absent"
+    total = hashlib.sha256()
+    for root in spec.submodule_search_locations:
+        for path in sorted(Path(root).rglob("*.py")):
+            total.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return total.hexdigest()[:32]

@@ -1,0 +1,224 @@
+"""Takes the time of candidates on this rank: clocks, interleaved rounds, the output check. Knows no store, key or rank.
+
+What is timed is what serving pays (see `MeasurementPolicy`). Preparation - compile, poison, capture, warm-up - ends and
+is synchronized before a window opens.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from moe_dist.tuning.policy import MeasurementPolicy
+from moe_dist.tuning.problem import Cell, Failed, Measurement, Operation, Probe, ProbeSpec, Tactic, Timed, digest
+
+MAX_CALLS = 200
+# The default is timed first and last in a round; apart by more than this, the machine changed under it and the round is repeated once.
+UNSTABLE_RATIO = 1.15
+
+Run = Callable[[int], Tactic]
+
+
+class Journal(Protocol):
+    """Remembers which candidate was running when a process died (`journal.py`)."""
+
+    def running(self, tactic: str) -> AbstractContextManager[None]: ...
+
+
+class Clock(Protocol):
+    """One prepared candidate's stopwatch."""
+
+    def window(self, calls: int) -> float:
+        """Microseconds per call over about `calls` calls."""
+
+
+class EagerClock:
+    """Wall clock around calls back to back and the synchronization that ends them: host and device, no delay kernel."""
+
+    def __init__(self, run: Run, copies: int, device: torch.device) -> None:
+        self._run, self._copies, self._device = run, copies, device
+
+    def window(self, calls: int) -> float:
+        _synchronize(self._device)
+        start = time.perf_counter_ns()
+        for index in range(calls):
+            self._run(index % self._copies)
+        _synchronize(self._device)
+        return (time.perf_counter_ns() - start) / 1e3 / calls
+
+
+class EventClock:
+    """Device time between two events around calls back to back."""
+
+    def __init__(self, run: Run, copies: int, device: torch.device) -> None:
+        self._run, self._copies, self._device = run, copies, device
+
+    def window(self, calls: int) -> float:
+        start, end = _event(), _event()
+        _synchronize(self._device)
+        start.record()
+        for index in range(calls):
+            self._run(index % self._copies)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / calls
+
+
+class GraphClock:
+    """Device time of replays of one graph that holds a call on each input set. What can't be captured raises here."""
+
+    def __init__(self, run: Run, copies: int, device: torch.device) -> None:
+        self._copies, self._device = copies, device
+        self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            run(0)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        _synchronize(device)
+        with torch.cuda.graph(self._graph):
+            for index in range(copies):
+                run(index)
+        self._graph.replay()
+        _synchronize(device)
+
+    def window(self, calls: int) -> float:
+        replays = max(1, round(calls / self._copies))
+        start, end = _event(), _event()
+        _synchronize(self._device)
+        start.record()
+        for _ in range(replays):
+            self._graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / (replays * self._copies)
+
+
+def make_clock(policy: MeasurementPolicy, run: Run, copies: int, device: torch.device) -> Clock:
+    """The clock of `policy`; on a CPU, host time is the device's, so `auto` and `eager` are one."""
+    if device.type != "cuda" or policy.kind == "eager":
+        return EagerClock(run, copies, device)
+    return GraphClock(run, copies, device) if policy.kind == "cuda_graph" else EventClock(run, copies, device)
+
+
+class CellMeasurer:
+    """Times the candidates of one cell on this rank. Open with `prepare`, then one `round` after the other.
+
+    progress is called at every candidate: the liveness that peers see moves with the work.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        cell: Cell,
+        policy: MeasurementPolicy,
+        spec: ProbeSpec,
+        *,
+        journal: Journal | None = None,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._operation, self._cell, self._policy, self._spec = operation, cell, policy, spec
+        self._journal, self._progress = journal, progress
+        self._clocks: dict[Tactic, Clock] = {}
+        self._failed: dict[Tactic, Failed] = {}
+        self._call_us: dict[Tactic, float] = {}
+        self._probe: Probe | None = None
+
+    def prepare(self, tactics: Iterable[Tactic]) -> None:
+        """Compile, check and warm up every candidate that is not ready yet. What fails is remembered with its reason, not raised."""
+        tactics = [tactic for tactic in tactics if tactic not in self._clocks and tactic not in self._failed]
+        try:
+            self._probe = probe = self._probe or self._operation.probe(self._cell.bucket.high, self._spec)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            self._failed.update((tactic, Failed(f"out of memory in preparation: {_first_line(error)}")) for tactic in tactics)
+            return
+        for tactic in tactics:
+            self._progress()
+            journaled = self._journal.running(journal_key(self._cell, tactic)) if self._journal else nullcontext()
+            with journaled:
+                reason = self._prepare_one(probe, tactic)
+            if reason is not None:
+                self._failed[tactic] = Failed(reason)
+                self._clocks.pop(tactic, None)
+
+    def round(self, alive: Sequence[Tactic], *, sweeps: int | None = None) -> dict[Tactic, Measurement]:
+        """One interleaved round over `alive`: every candidate's median and spread, or its failure."""
+        measured: dict[Tactic, Measurement] = {tactic: self._failed[tactic] for tactic in alive if tactic in self._failed}
+        ready = [tactic for tactic in alive if tactic in self._clocks]
+        if not ready:
+            return measured
+        for attempt in range(2):
+            windows, stable = self._sweep(ready, sweeps or self._policy.sweeps)
+            if stable or attempt:
+                break
+        for tactic, times in windows.items():
+            spread = (max(times) - min(times)) / 2
+            measured[tactic] = self._failed.get(tactic) or Timed(statistics.median(times), spread, len(times))
+        return measured
+
+    def _prepare_one(self, probe: Probe, tactic: Tactic) -> str | None:
+        """The reason why `tactic` is out, or None."""
+        device = self._operation.device
+        try:
+            run = probe.bind(tactic)
+            reason = probe.check(run)
+            if reason is not None:
+                return reason
+            start = time.perf_counter_ns()
+            run(0)
+            _synchronize(device)
+            self._call_us[tactic] = max((time.perf_counter_ns() - start) / 1e3, 1.0)
+            self._clocks[tactic] = make_clock(self._policy, run, probe.copies, device)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            return f"out of memory in preparation: {_first_line(error)}"
+        except (TypeError, AttributeError, NameError, AssertionError):
+            raise  # a bug, not a property of this candidate: it must be seen
+        except Exception as error:  # kernels and compilers raise types of their own; the record keeps the reason
+            return f"{type(error).__name__}: {_first_line(error)}"
+        return None
+
+    def _sweep(self, ready: list[Tactic], sweeps: int) -> tuple[dict[Tactic, list[float]], bool]:
+        """`sweeps` visits of every candidate, each time starting at another one, so that drift hits all alike."""
+        window_us = self._policy.window.total_seconds() * 1e6
+        windows: dict[Tactic, list[float]] = {tactic: [] for tactic in ready}
+        anchor: list[float] = []
+        for sweep in range(sweeps):
+            for index in range(len(ready)):
+                tactic = ready[(index + sweep) % len(ready)]
+                if tactic in self._failed:
+                    continue
+                self._progress()
+                calls = max(1, min(MAX_CALLS, round(window_us / self._call_us[tactic])))
+                try:
+                    elapsed = self._clocks[tactic].window(calls)
+                except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+                    self._failed[tactic] = Failed(f"{type(error).__name__}: {_first_line(error)}")
+                    continue
+                windows[tactic].append(elapsed)
+                if tactic == ready[0]:
+                    anchor.append(elapsed)
+        stable = len(anchor) < 2 or (anchor[-1] <= anchor[0] * UNSTABLE_RATIO and anchor[0] <= anchor[-1] * UNSTABLE_RATIO)
+        return {tactic: times for tactic, times in windows.items() if times}, stable
+
+
+def journal_key(cell: Cell, tactic: Tactic) -> str:
+    """Names a candidate of a cell in the journal."""
+    return f"{digest(cell)} {tactic}"
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:300] or type(error).__name__
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,508 @@
+"""One pass of a group: agree, measure, decide, commit. Composes plan, measure, search, converge and stores, which don't know each other.
+
+A pass has no state that outlives it: the tuner gives it what this rank has and takes the outcome. A group of one runs the
+very same steps. Every exchange below is reached by every rank, whatever happened on it: failures travel as words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgpack
+
+from moe_dist.distributed import converge, epoch, plan
+from moe_dist.distributed.group import RankGroup
+from moe_dist.errors import NothingRunnable, PassAborted, RankLost, RankWithdrawn, RendezvousLost, SettingsDiffer
+from moe_dist.stores.base import Store
+from moe_dist.stores.codec import Malformed, decode_entry, decode_epoch, encode_entry, encode_epoch
+from moe_dist.tuning.identity import Environment, Key
+from moe_dist.tuning.journal import Journal
+from moe_dist.tuning.measure import CellMeasurer, journal_key
+from moe_dist.tuning.policy import MeasurementPolicy
+from moe_dist.tuning.problem import (
+    Bucket,
+    BucketLadder,
+    Cell,
+    Entry,
+    Epoch,
+    Failed,
+    Measurement,
+    Operation,
+    ProbeSpec,
+    Problem,
+    Tactic,
+    Timed,
+    Winner,
+    canonical,
+    digest,
+    pack,
+)
+from moe_dist.tuning.search import Race, Standing, finalists
+
+log = logging.getLogger("moe_dist.tuning")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassSettings:
+    """What the ranks of a pass must have been told alike; `SettingsDiffer` names the fields that are not."""
+
+    policy: MeasurementPolicy
+    strategy: str
+    objective: str
+    probe: ProbeSpec
+    ladder: BucketLadder
+    buckets: tuple[Bucket, ...]
+    modes: tuple[str, ...]
+    deployment: str
+    budget: timedelta | None
+    mixed_environments: bool
+
+    def agreed(self) -> dict[str, Any]:
+        """Plain values under the names that an error shows."""
+        plain: dict[str, Any] = {
+            "policy": self.policy.kind, "rounds": self.policy.rounds, "sweeps": self.policy.sweeps,
+            "window_us": self.policy.window / timedelta(microseconds=1), "strategy": self.strategy, "objective": self.objective,
+            "probe": self.probe, "ladder": self.ladder.bounds, "buckets": tuple(bucket.high for bucket in self.buckets),
+            "modes": self.modes, "deployment": self.deployment, "budget_s": self.budget.total_seconds() if self.budget is not None else None,
+        }  # fmt: skip
+        return {name: canonical(value) for name, value in plain.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgressEvent:
+    """How far a pass is. phase: "agree", "measure", "decide", "commit" or "done"; cells: those to time, and how many are done."""
+
+    phase: str
+    done: int = 0
+    cells: int = 0
+    cell: Cell | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Decided:
+    """What the measuring of one cell came to. winner None: nothing could be timed to the end; the default serves, unmeasured."""
+
+    cell: Cell
+    default: Tactic
+    winner: Standing | None
+    default_standing: Standing | None
+    rejected: tuple[tuple[Tactic, str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PassOutcome:
+    """epoch: the table to serve from. keys: the key digest of each cell of the plan. measured: candidates timed; hits: cells served from entries."""
+
+    epoch: Epoch
+    cells: tuple[Cell, ...]
+    keys: Mapping[Cell, str]
+    measured: int
+    hits: int
+    rejected: tuple[tuple[Cell, Tactic, str], ...]
+    entries: Mapping[Cell, bytes]
+    stored: tuple[int, str]
+
+
+class TunePass:
+    """Runs once. records: this rank's operations by problem. memory: entries that this process already holds, by store key."""
+
+    def __init__(
+        self,
+        settings: PassSettings,
+        group: RankGroup,
+        environment: Environment,
+        records: Mapping[Problem, Operation],
+        store: Store,
+        *,
+        serving: Epoch,
+        memory: dict[str, bytes],
+        journal: Journal | None,
+        workspace_limit: int | None,
+        on_progress: Callable[[ProgressEvent], None],
+    ) -> None:
+        self._settings, self._group, self._environment, self._records = settings, group, environment, records
+        self._store, self._serving, self._memory, self._journal = store, serving, memory, journal
+        self._workspace_limit, self._on_progress = workspace_limit, on_progress
+        self._environments = [environment]
+        self._started = time.monotonic()
+        self._spent = False
+
+    def run(self) -> PassOutcome:
+        """The outcome that the whole group committed. Any error leaves the previous epoch in force on every rank."""
+        group = self._group
+        group.begin_pass()
+        try:
+            self._on_progress(ProgressEvent("agree"))
+            agreed = self._agree()
+            to_tune = [cell for cell in agreed.cells if cell.serve is None]
+            if self._settings.strategy == "reload":
+                outcome = self._conclude(agreed, *self._tune_apart(to_tune, agreed.number))
+            else:
+                measure = self._reduce if self._settings.strategy == "reduce" else self._shard
+                decided = []
+                for index, cell in enumerate(to_tune):
+                    self._on_progress(ProgressEvent("measure", index, len(to_tune), cell.cell))
+                    decided.append(measure(index, cell))
+                outcome = self._conclude(agreed, decided, {})
+            self._on_progress(ProgressEvent("commit", len(to_tune), len(to_tune)))
+            group.commit(outcome.epoch.digest)
+        except (SettingsDiffer, NothingRunnable, PassAborted):
+            group.abandon()  # concluded alike by every rank from the same words
+            raise
+        except (RankLost, RankWithdrawn, RendezvousLost):
+            raise
+        except BaseException as error:
+            group.withdraw(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
+            raise
+        if group.is_leader:
+            self._publish(outcome)
+        self._memory.update((self._key(cell).path, entry) for cell, entry in outcome.entries.items())
+        self._on_progress(ProgressEvent("done", len(to_tune), len(to_tune)))
+        return outcome
+
+    # -- agree ----------------------------------------------------------------------------------------------------------
+
+    def _key(self, cell: Cell, environment: Environment | None = None) -> Key:
+        settings = self._settings
+        return Key(
+            environment=environment or self._environment,
+            cell=cell,
+            policy=settings.policy.kind,
+            objective=settings.objective,
+            probe=settings.probe,
+        )
+
+    def _agree(self) -> plan.Plan:
+        names, group = self._group.names, self._group
+        offers = [plan.Offer.from_bytes(word) for word in group.exchange("agree-1", self._offer().to_bytes())]
+        proposal = plan.agree_offers(offers, names, mixed_environments=self._settings.mixed_environments)
+        self._environments = list(dict.fromkeys(Environment.from_plain(offer.environment) for offer in offers))
+        answers = [plan.Answer.from_bytes(word) for word in group.exchange("agree-2", self._answer(proposal).to_bytes())]
+        return plan.agree_plan(proposal, answers, names)
+
+    def _offer(self) -> plan.Offer:
+        cells = [
+            Cell(problem, mode, bucket) for problem in self._records for mode in self._settings.modes for bucket in self._settings.buckets
+        ]
+        hits = self._hits(cells)
+        offered = {}
+        for cell in cells:
+            operation = self._records[cell.problem]
+            candidates = tuple(dict.fromkeys(operation.candidates(cell.bucket, cell.mode)))
+            offered[cell] = plan.CellOffer(operation.default(cell.bucket, cell.mode), candidates, hits.get(cell))
+        return plan.Offer(
+            settings=self._settings.agreed(),
+            environment=self._environment.to_plain(),
+            cells=offered,
+            workspace_limit=self._workspace_limit,
+            epoch=self._serving.number,
+            epoch_digest=self._serving.digest,
+            stored=self._stored_epoch() if self._group.is_leader else (0, ""),
+        )
+
+    def _stored_epoch(self) -> tuple[int, str]:
+        """Number and digest of the deployment's newest epoch in the store."""
+        newest = epoch.newest(self._store, self._settings.deployment, read_epoch)
+        return (newest.number, newest.digest) if newest else (epoch.newest_number(self._store, self._settings.deployment), "")
+
+    def _hits(self, cells: Iterable[Cell]) -> dict[Cell, bytes]:
+        """Entries of this rank's cells: memory first, then one read of the store. A damaged one is a miss, logged with its reason."""
+        paths = {cell: self._key(cell).path for cell in cells}
+        stored = self._store.get_many([path for path in paths.values() if path not in self._memory])
+        hits = {}
+        for cell, path in paths.items():
+            value = self._memory.get(path) or stored.get(path)
+            if value is None:
+                continue
+            try:
+                decode_entry(value, self._key(cell).digest)
+            except Malformed as error:
+                log.warning("%s: the stored entry is a miss: %s", cell, error)
+                continue
+            hits[cell] = value
+        return hits
+
+    def _answer(self, proposal: plan.Proposal) -> plan.Answer:
+        answers: list[plan.CellAnswer | None] = []
+        for proposed in proposal.cells:
+            operation = self._records.get(proposed.cell.problem)
+            if operation is None:
+                answers.append(None)
+                continue
+            self._group.progress()
+            allowed = {self._key(proposed.cell, environment).digest for environment in self._environments}
+            hits = tuple(self._why_not_hit(operation, proposed, hit, allowed, proposal.workspace_limit) for hit in proposed.hits)
+            candidates = tuple(self._why_not(operation, proposed, tactic, proposal.workspace_limit) for tactic in proposed.candidates)
+            answers.append(plan.CellAnswer(hits, candidates))
+        return plan.Answer(tuple(answers))
+
+    def _why_not_hit(
+        self, operation: Operation, proposed: plan.ProposedCell, hit: bytes, allowed: set[str], limit: int | None
+    ) -> str | None:
+        try:
+            entry = decode_entry(hit)
+        except Malformed as error:
+            return str(error)
+        if entry.key_digest not in allowed:
+            return f"it was tuned under another key ({entry.key_digest[:8]})"
+        reason = self._why_not(operation, proposed, entry.tactic, limit)
+        if reason is not None:
+            log.warning("%s: the stored winner %s is a miss: %s", proposed.cell, entry.tactic, reason)
+        return reason
+
+    def _why_not(self, operation: Operation, proposed: plan.ProposedCell, tactic: Tactic, limit: int | None) -> str | None:
+        cell = proposed.cell
+        if (reason := operation.why_not(tactic, cell.bucket)) is not None:
+            return reason
+        needed = operation.workspace(tactic, cell.bucket.high).nbytes
+        if limit is not None and needed > limit:
+            return f"needs {needed} bytes of workspace; the limit is {limit}"
+        if self._journal is not None and tactic != proposed.default:
+            return self._journal.quarantined(journal_key(cell, tactic))
+        return None
+
+    # -- measure --------------------------------------------------------------------------------------------------------
+
+    def _measurer(self, planned: plan.PlannedCell) -> CellMeasurer | None:
+        """None: this rank has no such problem, or the budget is spent; it then sends empty words."""
+        operation = self._records.get(planned.cell.problem)
+        if operation is None or self._spent:
+            return None
+        settings, group = self._settings, self._group
+        return CellMeasurer(operation, planned.cell, settings.policy, settings.probe, journal=self._journal, progress=group.progress)
+
+    def _reduce(self, index: int, planned: plan.PlannedCell) -> Decided:
+        """Every rank times every candidate; drops, budget and winner follow from the reduced times."""
+        measurer = self._measurer(planned)
+        if measurer is not None:
+            measurer.prepare(planned.tactics)
+        return self._race(f"measure-{index}", planned, planned.tactics, measurer)
+
+    def _shard(self, index: int, planned: plan.PlannedCell) -> Decided:
+        """Ranks split the candidates, each also timing the default; the best by ratio are then timed by all."""
+        measurer = self._measurer(planned)
+        others = planned.tactics[1:] if planned.tactics[0] == planned.default else planned.tactics
+        measured: Mapping[Tactic, Measurement] = {}
+        if measurer is not None:
+            place, ranks = planned.ranks.index(self._group.rank), len(planned.ranks)
+            mine = [planned.default, *others[place::ranks]]
+            measurer.prepare(mine)
+            race, failed_here = self._race_alone(measurer, mine, planned.default)
+            standings = [standing for tactic in mine if (standing := race.standing(tactic)) is not None]
+            measured = {standing.tactic: _timed(standing) for standing in standings} | failed_here
+        words = self._exchange(f"shard-{index}", planned.tactics, measured)
+        failed = {tactic: row.reason for word in words for tactic, row in word.measured.items() if isinstance(row, Failed)}
+        ratios = {
+            tactic: ratio
+            for tactic, ratio in converge.reduce_ratios(words, planned.tactics, planned.default).items()
+            if tactic not in failed
+        }
+        final = finalists(ratios, planned.default)
+        if measurer is not None and not self._spent:
+            measurer.prepare(final)
+        decided = self._race(f"final-{index}", planned, final, measurer)
+        beaten = tuple((tactic, f"{ratio:.2f}x the default, no finalist") for tactic, ratio in ratios.items() if tactic not in final)
+        return dataclasses.replace(decided, rejected=(*decided.rejected, *failed.items(), *beaten))
+
+    def _race(self, step: str, planned: plan.PlannedCell, tactics: Sequence[Tactic], measurer: CellMeasurer | None) -> Decided:
+        """The rounds of one cell, each exchanged: their number is fixed, whatever is left to time."""
+        race = Race(tactics, planned.default)
+        for number in range(1 + self._settings.policy.rounds):
+            timed = not self._spent  # agreed: it follows from the words of the last exchange
+            measured = measurer.round(race.alive, sweeps=1 if number == 0 else None) if measurer is not None and timed else {}
+            words = self._exchange(f"{step}-{number}", tactics, measured)
+            if timed:
+                race.feed(converge.reduce_round(words, race.alive, self._settings.objective, self._group.names))
+            else:
+                race.stop("the time budget ended before it was timed to the end")
+        return Decided(
+            planned.cell, planned.default, race.winner(), race.standing(planned.default), (*planned.rejected, *race.rejected.items())
+        )
+
+    def _race_alone(self, measurer: CellMeasurer, tactics: Sequence[Tactic], default: Tactic) -> tuple[Race, dict[Tactic, Measurement]]:
+        """All rounds on this rank alone: the race, and the candidates that failed in it."""
+        race, failed = Race(tactics, default), dict[Tactic, Measurement]()
+        for number in range(1 + self._settings.policy.rounds):
+            measured = measurer.round(race.alive, sweeps=1 if number == 0 else None)
+            failed.update((tactic, row) for tactic, row in measured.items() if isinstance(row, Failed))
+            race.feed(measured)
+        return race, failed
+
+    def _exchange(self, step: str, tactics: Sequence[Tactic], measured: Mapping[Tactic, Measurement]) -> list[converge.RoundWord]:
+        """Every rank's word of a round; from the slowest rank's clock follows whether the budget is spent, for all alike."""
+        word = converge.RoundWord(measured, time.monotonic() - self._started)
+        words = [converge.RoundWord.from_bytes(value, tactics) for value in self._group.exchange(step, word.to_bytes(tactics))]
+        self._spent = self._spent or self._over_budget(max(word.elapsed_s for word in words))
+        return words
+
+    def _over_budget(self, elapsed_s: float) -> bool:
+        return self._settings.budget is not None and elapsed_s > self._settings.budget.total_seconds()
+
+    def _tune_apart(self, to_tune: Sequence[plan.PlannedCell], number: int) -> tuple[list[Decided], dict[Cell, bytes]]:
+        """Strategy `reload`: measure alone, publish, pass the barrier; then all adopt the one table that the leader lists."""
+        group = self._group
+        mine: dict[int, bytes] = {}
+        failed: dict[int, list[list[Any]]] = {}
+        for index, planned in enumerate(to_tune):
+            self._on_progress(ProgressEvent("measure", index, len(to_tune), planned.cell))
+            measurer = self._measurer(planned)
+            if measurer is None or self._over_budget(time.monotonic() - self._started):
+                continue
+            measurer.prepare(planned.tactics)
+            race, failed_here = self._race_alone(measurer, planned.tactics, planned.default)
+            failed[index] = [[planned.tactics.index(tactic), row.reason] for tactic, row in failed_here.items() if isinstance(row, Failed)]
+            decided = Decided(planned.cell, planned.default, race.winner(), race.standing(planned.default), ())
+            if (entry := self._entry(decided, self._environment)) is not None:
+                mine[index] = entry
+                self._store.put(self._key(planned.cell).path, entry)
+        published = [
+            msgpack.unpackb(word, strict_map_key=False) for word in group.exchange("reload-published", msgpack.packb([mine, failed]))
+        ]
+        table = msgpack.packb(self._list_table(to_tune, published)) if group.is_leader else b""
+        path = f"proposals/{digest(self._settings.deployment)}/{number:08d}"
+        announced = table and self._store.put(path, table)
+        proposed = msgpack.unpackb(group.exchange("reload-epoch", msgpack.packb([bool(announced), digest(table)]))[0])
+        seen = self._store.get(path) if proposed[0] else None
+        shared = [bool(word) for word in group.exchange("reload-read", b"\1" if seen is not None and digest(seen) == proposed[1] else b"")]
+        strangers = [name for name, reads in zip(group.names, shared, strict=True) if not reads]
+        if strangers and group.is_leader:
+            log.warning(
+                "store %s is not shared with rank %s: the table is sent over the group", self._store.url, ", ".join(map(str, strangers))
+            )
+        sent = group.exchange("reload-table", table if strangers else b"")[0]
+        adopted = sent or (seen if seen is not None else table)
+        if group.is_leader:
+            self._store.delete(path)
+        entries = {to_tune[index].cell: entry for index, entry in msgpack.unpackb(adopted, strict_map_key=False).items()}
+        decided_cells = [self._decided_from(planned, entries.get(planned.cell), index, published) for index, planned in enumerate(to_tune)]
+        return decided_cells, entries
+
+    def _list_table(self, to_tune: Sequence[plan.PlannedCell], published: Sequence[Any]) -> dict[int, bytes]:
+        """The leader's choice for each cell: what the store holds now, else the first rank's own; never a tactic that failed somewhere."""
+        table: dict[int, bytes] = {}
+        stored = self._store.get_many([self._key(planned.cell).path for planned in to_tune])
+        for index, planned in enumerate(to_tune):
+            bad = {planned.tactics[at] for _, failed in published for at, _ in failed.get(index, [])}
+            offered = [stored.get(self._key(planned.cell).path), *(mine.get(index) for mine, _ in published)]
+            for entry in offered:
+                if entry is not None and self._fits(entry, planned, bad):
+                    table[index] = entry
+                    break
+        return table
+
+    def _fits(self, value: bytes, planned: plan.PlannedCell, bad: set[Tactic]) -> bool:
+        try:
+            entry = decode_entry(value)
+        except Malformed:
+            return False
+        return (
+            entry.key_digest in {self._key(planned.cell, e).digest for e in self._environments}
+            and entry.tactic in planned.tactics
+            and entry.tactic not in bad
+        )
+
+    def _decided_from(self, planned: plan.PlannedCell, value: bytes | None, index: int, published: Sequence[Any]) -> Decided:
+        rejected = [(planned.tactics[at], reason) for _, failed in published for at, reason in failed.get(index, [])]
+        if value is None:
+            return Decided(planned.cell, planned.default, None, None, (*planned.rejected, *rejected))
+        entry = decode_entry(value)
+        default = (
+            Standing(entry.default, entry.default_time.median_us, entry.default_time.spread_us, entry.default_time.samples)
+            if entry.default_time
+            else None
+        )
+        winner = Standing(entry.tactic, entry.time.median_us, entry.time.spread_us, entry.time.samples)
+        return Decided(planned.cell, planned.default, winner, default, (*planned.rejected, *rejected))
+
+    # -- decide and publish -----------------------------------------------------------------------------------------------
+
+    def _conclude(self, agreed: plan.Plan, decided: Sequence[Decided], entries: dict[Cell, bytes]) -> PassOutcome:
+        """The new table: the previous one where all served the same, plus what was served and tuned; its digest must be one."""
+        if agreed.base is None:
+            log.warning("the ranks served different epochs: only the cells of this pass are kept")
+        winners = dict(self._serving.winners) if agreed.base is not None else {}
+        kept: dict[Cell, bytes] = dict(entries)
+        hits = [cell for cell in agreed.cells if cell.serve is not None]
+        for planned in hits:
+            assert planned.serve is not None
+            entry = decode_entry(planned.serve)
+            winners[planned.cell] = _winner(entry, "hit")
+            kept[planned.cell] = planned.serve
+        for outcome in decided:
+            if outcome.winner is None:
+                winners.pop(outcome.cell, None)
+                continue
+            default_us = outcome.default_standing.median_us if outcome.default_standing else None
+            winners[outcome.cell] = Winner(outcome.winner.tactic, outcome.winner.median_us, outcome.default, default_us, "tuned")
+            if outcome.cell not in kept and (made := self._entry(outcome, self._environment)) is not None:
+                kept[outcome.cell] = made
+        table = Epoch(agreed.number, self._settings.deployment, winners)
+        if table.digest == agreed.stored[1]:
+            table = dataclasses.replace(table, number=agreed.stored[0])  # nothing new: no joiner needs another epoch
+        digests = [word.decode() for word in self._group.exchange("decide", table.digest.encode())]
+        converge.require_one_digest(digests, self._group.names, "winner tables")
+        return PassOutcome(
+            epoch=table,
+            cells=tuple(planned.cell for planned in agreed.cells),
+            keys={planned.cell: self._key(planned.cell).digest for planned in agreed.cells},
+            measured=sum(len(planned.tactics) for planned in agreed.cells if planned.serve is None),
+            hits=len(hits),
+            rejected=tuple((outcome.cell, tactic, reason) for outcome in decided for tactic, reason in outcome.rejected),
+            entries=kept,
+            stored=agreed.stored,
+        )
+
+    def _entry(self, decided: Decided, environment: Environment) -> bytes | None:
+        if decided.winner is None:
+            return None
+        return encode_entry(
+            Entry(
+                key=pack(self._key(decided.cell, environment).canonical()),
+                tactic=decided.winner.tactic,
+                time=_timed(decided.winner),
+                default=decided.default,
+                default_time=_timed(decided.default_standing) if decided.default_standing else None,
+                provenance={"host": platform.node(), "pid": str(os.getpid()), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
+            )
+        )
+
+    def _publish(self, outcome: PassOutcome) -> None:
+        """The leader's part after the commit, best effort: entries (one per environment), then the epoch that joiners adopt."""
+        for cell, entry in outcome.entries.items():
+            winner = outcome.epoch.winners.get(cell)
+            if winner is None or winner.source != "tuned":
+                continue
+            for environment in self._environments:
+                rekeyed = dataclasses.replace(decode_entry(entry), key=pack(self._key(cell, environment).canonical()))
+                self._store.put(self._key(cell, environment).path, encode_entry(rekeyed))
+        if (outcome.epoch.number, outcome.epoch.digest) == outcome.stored:
+            return
+        paths = [self._key(cell).path for cell in outcome.epoch.winners]
+        fresh = {self._key(cell).path: entry for cell, entry in outcome.entries.items()}
+        embedded = [entry for path in paths if (entry := fresh.get(path) or self._memory.get(path)) is not None]
+        if not epoch.publish(self._store, self._settings.deployment, outcome.epoch.number, encode_epoch(outcome.epoch, embedded)):
+            log.warning("epoch %d could not be published to %s: nobody can join until it is", outcome.epoch.number, self._store.url)
+
+
+def read_epoch(value: bytes) -> Epoch | None:
+    """The epoch in `value`; None, logged with the reason, when it is none."""
+    try:
+        return decode_epoch(value)[0]
+    except Malformed as error:
+        log.warning("a stored epoch is passed over: %s", error)
+        return None
+
+
+def _timed(standing: Standing) -> Timed:
+    return Timed(standing.median_us, standing.spread_us, standing.rounds)
+
+
+def _winner(entry: Entry, source: str) -> Winner:
+    return Winner(entry.tactic, entry.time.median_us, entry.default, entry.default_time.median_us if entry.default_time else None, source)

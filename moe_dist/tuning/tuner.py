@@ -1,0 +1,259 @@
+"""The tuner: what one process holds of tuning. It composes; passes, stores, groups and clocks do the work.
+
+A `Tuner` is a value that is passed in: two may live side by side, and nothing here is global. Outside a pass nothing is
+measured and nothing is said to other ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from moe_dist.distributed import converge, epoch
+from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT, RankGroup
+from moe_dist.errors import ConfigError, PassAborted, RankLost, RankWithdrawn, RendezvousLost, TunerStateError
+from moe_dist.settings import job_settings
+from moe_dist.stores.base import Store
+from moe_dist.stores.codec import Malformed, decode_entry, decode_epoch
+from moe_dist.stores.open import open_store
+from moe_dist.tuning.identity import Environment, build_environment
+from moe_dist.tuning.journal import Journal
+from moe_dist.tuning.policy import OBJECTIVES, STRATEGIES, MeasurementPolicy
+from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, Epoch, Operation, ProbeSpec, Problem, Tactic, Winner, unpack
+from moe_dist.tuning.tune_pass import PassSettings, ProgressEvent, TunePass, read_epoch
+
+log = logging.getLogger("moe_dist.tuning")
+
+DEFAULT_LADDER = BucketLadder.powers_of_two(8192)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One cell of a report. winner None: nothing was timed to the end, the default serves."""
+
+    cell: Cell
+    key: str
+    winner: Winner | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PassReport:
+    """What a pass came to. measured: candidates timed; hits: cells served from stored entries; rejected: (cell, tactic, reason)."""
+
+    rows: tuple[Row, ...]
+    measured: int
+    hits: int
+    rejected: tuple[tuple[Cell, Tactic, str], ...]
+    seconds: float
+    strategy: str
+    epoch: int
+    digest: str
+
+
+class Tuner:
+    """Tunes recorded operations, alone or with a group of ranks, and holds the epoch that layers serve from.
+
+    store: an open `Store`, or a URL or folder for `open_store`. policy: how time is taken.
+    group: a torch.distributed ProcessGroup or a `RankGroup`; None: alone. All ranks of a group give equal settings.
+    strategy: "reduce", "shard" or "reload"; objective: "max" or "mean" over ranks. ladder: the buckets.
+    budget: how long measuring may take in one pass; None: no limit. deployment: whose epochs these are.
+    device: whose environment keys the results; None: the CUDA device if there is one, else the CPU.
+    versions: of foreign backends in the pool, part of the environment. workspace_limit: bytes a tactic may need.
+    mixed_environments: ranks may differ in environment; then each environment gets its entry.
+    progress_timeout, cap: when a rank counts as lost. journal: where crashes are remembered; None: beside a local store, else nowhere.
+
+    ConfigError: a value is out of range, or the policy has no meaning on the device. StoreError: no such store.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: Store | str = "memory:",
+        policy: MeasurementPolicy | None = None,
+        group: dist.ProcessGroup | RankGroup | None = None,
+        strategy: str = "reduce",
+        objective: str = "max",
+        ladder: BucketLadder = DEFAULT_LADDER,
+        probe: ProbeSpec | None = None,
+        budget: timedelta | None = None,
+        deployment: str = "default",
+        device: torch.device | str | None = None,
+        versions: Mapping[str, str] | None = None,
+        workspace_limit: int | None = None,
+        mixed_environments: bool = False,
+        progress_timeout: timedelta = PROGRESS_TIMEOUT,
+        cap: timedelta = CAP,
+        journal: Path | str | None = None,
+        on_progress: Callable[[ProgressEvent], None] | None = None,
+    ) -> None:
+        for name, value, allowed in (("strategy", strategy, STRATEGIES), ("objective", objective, OBJECTIVES)):
+            if value not in allowed:
+                raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
+        if budget is not None and budget <= timedelta(0):
+            raise ConfigError(f"budget is {budget}; it must be above 0, or None for no limit")
+        self.device = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.policy = policy or MeasurementPolicy()
+        self.ladder = ladder
+        self.modes = self.policy.modes(self.device.type)
+        self.environment: Environment = build_environment(self.device, versions)
+        self.epoch = Epoch(deployment=deployment)
+        self._owns_store = isinstance(store, str)
+        self.store: Store = open_store(store) if isinstance(store, str) else store
+        self._group = _rank_group(group, progress_timeout, cap)
+        self._strategy, self._objective, self._budget, self._deployment = strategy, objective, budget, deployment
+        self._probe = probe or ProbeSpec()
+        self._workspace_limit, self._mixed = workspace_limit, mixed_environments
+        folder = journal if journal is not None else getattr(self.store, "journal_folder", None)
+        self._journal = Journal(folder, self.environment.digest) if folder is not None else None
+        self._on_progress = on_progress or (lambda event: None)
+        self._records: dict[Problem, Operation] = {}
+        self._memory: dict[str, bytes] = {}
+        self._closed = False
+
+    @property
+    def group(self) -> RankGroup:
+        return self._group
+
+    def record(self, operation: Operation) -> None:
+        """Remember an operation for the passes to come; the first of equal problems is kept. Measures nothing."""
+        self._records.setdefault(operation.problem, operation)
+
+    def run_pass(self, buckets: Sequence[Bucket] | None = None) -> PassReport:
+        """Agree, measure, decide, commit for everything recorded on any rank; all ranks of the group call it alike.
+
+        buckets: a part of the ladder; None: all of it. On return the new epoch is served. On any error the previous one is:
+        SettingsDiffer, NothingRunnable, RankLost, RankWithdrawn, PassAborted, RendezvousLost; TunerStateError when misused.
+        """
+        self._require_usable()
+        chosen = tuple(self.ladder.buckets() if buckets is None else buckets)
+        if unknown := [bucket for bucket in chosen if bucket not in self.ladder.buckets()]:
+            raise ConfigError(f"bucket {unknown[0]} is not in the ladder {self.ladder.bounds}")
+        started = time.monotonic()
+        settings = PassSettings(
+            policy=self.policy, strategy=self._strategy, objective=self._objective, probe=self._probe, ladder=self.ladder, buckets=chosen,
+            modes=self.modes, deployment=self._deployment, budget=self._budget, mixed_environments=self._mixed,
+        )  # fmt: skip
+        outcome = TunePass(
+            settings, self._group, self.environment, self._records, self.store, serving=self.epoch, memory=self._memory,
+            journal=self._journal, workspace_limit=self._workspace_limit, on_progress=self._on_progress,
+        ).run()  # fmt: skip
+        self.epoch = outcome.epoch
+        return PassReport(
+            rows=tuple(Row(cell, outcome.keys[cell], outcome.epoch.winners.get(cell)) for cell in outcome.cells),
+            measured=outcome.measured,
+            hits=outcome.hits,
+            rejected=outcome.rejected,
+            seconds=time.monotonic() - started,
+            strategy=self._strategy,
+            epoch=outcome.epoch.number,
+            digest=outcome.epoch.digest,
+        )
+
+    def reload(self) -> bool:
+        """Adopt the deployment's newest committed epoch from the store; in a group all ranks call it and adopt the leader's.
+
+        True: adopted. False: there is none, or a rank can't serve it (its environment differs, or a backend objects), said in the log.
+        """
+        self._require_usable()
+        if self._group.size == 1:
+            value = self._newest_epoch()
+            return value is not None and self._adopt_if(value, self._why_not_epoch(value))
+        self._group.begin_pass()
+        try:
+            value = self._group.exchange("reload", (self._newest_epoch() or b"") if self._group.is_leader else b"")[0]
+            reason = self._why_not_epoch(value) if value else "there is no committed epoch"
+            reasons = [word.decode() for word in self._group.exchange("reload-accept", (reason or "").encode())]
+            refused = [f"rank {name}: {said}" for name, said in zip(self._group.names, reasons, strict=True) if said]
+            found = read_epoch(value) if value and not refused else None
+            table = (found or self.epoch).digest
+            converge.require_one_digest(
+                [word.decode() for word in self._group.exchange("decide", table.encode())], self._group.names, "epochs"
+            )
+            self._group.commit(table)
+        except PassAborted:
+            self._group.abandon()
+            raise
+        except (RankLost, RankWithdrawn, RendezvousLost):
+            raise
+        except BaseException as error:
+            self._group.withdraw(f"{type(error).__name__}: {error}")
+            raise
+        return bool(value) and self._adopt_if(value, refused[0] if refused else None)
+
+    def withdraw(self, reason: str) -> None:
+        """Tell the group that this rank will not take part in its next pass; peers raise RankWithdrawn at once."""
+        self._group.withdraw(reason)
+
+    def close(self) -> None:
+        """Let go of the group, the records with their weights and, if this tuner opened it, the store. The epoch stays served."""
+        if self._closed:
+            return
+        self._closed = True
+        self._records.clear()
+        self._group.close()
+        if self._owns_store:
+            self.store.close()
+
+    def __enter__(self) -> Tuner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not self._closed:
+            self.withdraw(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
+        self.close()
+
+    def _require_usable(self) -> None:
+        if self._closed:
+            raise TunerStateError("this tuner is closed; make another")
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise TunerStateError("a pass can't run under CUDA graph capture; tune before capturing")
+
+    def _newest_epoch(self) -> bytes | None:
+        return epoch.newest(self.store, self._deployment, lambda value: value if read_epoch(value) is not None else None)
+
+    def _adopt_if(self, value: bytes, reason: str | None) -> bool:
+        if reason is not None:
+            log.warning("the committed epoch is not adopted: %s", reason)
+            return False
+        found, entries = decode_epoch(value)
+        for entry in entries:
+            decoded = decode_entry(entry)
+            self._memory[f"entries/{self.environment.digest}/{decoded.key_digest}"] = entry
+        self.epoch = found
+        return True
+
+    def _why_not_epoch(self, value: bytes) -> str | None:
+        """Why this rank can't serve the epoch in `value`; None: it can."""
+        try:
+            found, entries = decode_epoch(value, deployment=self._deployment)
+            keys = [unpack(decode_entry(entry).key) for entry in entries]
+        except Malformed as error:
+            return str(error)
+        for key in keys:
+            environment = Environment.from_plain(dict(dict(key[1])["environment"][1]))
+            if differing := self.environment.differences(environment):
+                return "it was tuned in another environment: " + "; ".join(
+                    f"{name} {theirs!r}, here {ours!r}" for name, (ours, theirs) in differing.items()
+                )
+        for cell, winner in found.winners.items():
+            operation = self._records.get(cell.problem)
+            if operation is not None and (reason := operation.why_not(winner.tactic, cell.bucket)) is not None:
+                return f"{cell}: {winner.tactic}: {reason}"
+        return None
+
+
+def _rank_group(group: dist.ProcessGroup | RankGroup | None, progress_timeout: timedelta, cap: timedelta) -> RankGroup:
+    if group is None:
+        return RankGroup.alone()
+    if isinstance(group, RankGroup):
+        return group
+    run, restart = job_settings()
+    return RankGroup.from_process_group(group, run=run, restart=restart, progress_timeout=progress_timeout, cap=cap)
