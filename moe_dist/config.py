@@ -307,8 +307,7 @@ class MoEConfig:
     execution: ExecutionConfig = ExecutionConfig()
 
     def __post_init__(self) -> None:
-        if isinstance(self.backends, BackendConfig):
-            object.__setattr__(self, "backends", BackendOptions((self.backends,)))
+        object.__setattr__(self, "backends", self.options)
         tp, ep = self.parallel.tp_size, self.parallel.ep_size
         intermediate, experts = self.experts.intermediate_size, self.routing.num_experts
         if intermediate % tp:
@@ -330,6 +329,11 @@ class MoEConfig:
                     f"intermediate_size / tp_size = {intermediate // tp} is not a multiple of the scale block {block}: "
                     "a block would be cut between ranks; choose a smaller tp_size"
                 )
+
+    @property
+    def options(self) -> BackendOptions | None:
+        """`backends` as it is after birth: never a lone config."""
+        return BackendOptions((self.backends,)) if isinstance(self.backends, BackendConfig) else self.backends
 
     def keys(self) -> list[str]:
         """The names that `**config` unpacks."""

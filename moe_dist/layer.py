@@ -1,0 +1,294 @@
+"""The unified layer: the stateless function `moe_layer`, and `MoELayer`, which serves a tuner's winners.
+
+Owns the path of a serving call: checks, the index from token count to tactic, the output's contract. Measures, stores
+and agrees on nothing. Plugins, cli and bench import this.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol, Required, TypedDict, Unpack, cast
+
+import torch
+
+from moe_dist.backends.base import Backend, BoundLayer, MoEProblem, Runner
+from moe_dist.backends.registry import usable_backends
+from moe_dist.checks import bind_weights, check_activations, check_ids, check_out, output_shape
+from moe_dist.config import (
+    ActivationConfig,
+    BackendConfig,
+    BackendOptions,
+    ExecutionConfig,
+    ExpertConfig,
+    MoEConfig,
+    ParallelConfig,
+    QuantConfig,
+    RoutingConfig,
+)
+from moe_dist.errors import InputError, TunerStateError
+from moe_dist.operation import MoEOperation
+from moe_dist.tensors import MoEActivationPack, MoEWeightPack
+from moe_dist.tuning.problem import MODES, Bucket, BucketLadder, Epoch, Operation, Tactic
+
+logger = logging.getLogger(__name__)
+
+MoETensors = tuple[MoEActivationPack, MoEWeightPack]
+
+
+class ConfigFields(TypedDict, total=False):
+    """What `MoEConfig` takes and `**config` unpacks."""
+
+    routing: Required[RoutingConfig]
+    experts: Required[ExpertConfig]
+    quant: QuantConfig
+    activation: ActivationConfig
+    backends: BackendOptions | BackendConfig | None
+    parallel: ParallelConfig
+    execution: ExecutionConfig
+
+
+class ServingTuner(Protocol):
+    """What the layer needs of a `Tuner`: its table, and a place to say what there is to tune."""
+
+    @property
+    def epoch(self) -> Epoch: ...
+
+    def record(self, operation: Operation) -> None: ...
+
+
+def moe_layer(
+    tensors: MoETensors,
+    *,
+    out: torch.Tensor | None = None,
+    extra_backends: Sequence[Backend] = (),
+    **fields: Unpack[ConfigFields],
+) -> torch.Tensor:
+    """Run one MoE layer on this rank's share by the priority table; never measures, keeps nothing between calls.
+
+    tensors: (activations, weights), see the packs. Returns [T, H] in the config's dtype: the sum over this rank's experts
+    (a partial sum under EP or TP, left to the caller to reduce), or [T, K, H] with do_finalize=False. out: takes the result.
+    Inside `autotune` the problem is recorded, once, and the default runs.
+    InputError: tensors don't fit the config. UnsupportedBackend: no backend can run this; carries every one's reason.
+    """
+    config = MoEConfig(**fields)
+    acts, weights = tensors
+    problem = MoEProblem.of(config, routed=acts.router_logits is None)
+    layer = bind_weights(problem, weights)
+    num_tokens = _check_call(layer, acts)
+    device = weights.w13.device
+    backend, _ = usable_backends(problem, device, config.options, extra_backends)[0]
+    tuner = _ambient_tuner()
+    if tuner is not None and not _capturing(device):
+        check_ids(problem, acts)
+        tuner.record(MoEOperation(problem, weights, device, config.options, extra_backends))
+    bucket = BucketLadder.powers_of_two(config.execution.tune_max_num_tokens).bucket(max(1, num_tokens))
+    runner = backend.bind(layer, backend.default(problem, bucket, device))
+    return _execute(problem, runner, acts, num_tokens, out)
+
+
+class MoELayer:
+    """One layer's configs, bound to a tuner's winners. Takes what `MoEConfig` unpacks.
+
+    group: the ranks that run this layer in lock step, handed to the tuner that `get_tuned_layer` makes when it is given
+    none. tuner: whose epoch to serve from; None: the defaults run. extra_backends: instances that the registry doesn't know.
+
+    The binding of the last weight pack is kept: use one MoELayer per layer of a model. A call that finds the epoch
+    replaced builds its index anew, except under graph capture, which finishes with the epoch that it began with.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: torch.distributed.ProcessGroup | None = None,
+        tuner: ServingTuner | None = None,
+        extra_backends: Sequence[Backend] = (),
+        **fields: Unpack[ConfigFields],
+    ) -> None:
+        self.config = MoEConfig(**fields)
+        self.group = group
+        self.tuner = tuner
+        self.extra_backends = tuple(extra_backends)
+        self._serving: list[_Serving | None] = [None, None]  # for router logits, for routed calls
+        self._last_routed = False
+
+    def get_tuned_layer(self, tensors: MoETensors, tuner: ServingTuner | None = None) -> MoELayer:
+        """This layer's configs, bound to `tensors`' weights and to `tuner` (or its own): what `tuner` has no winners for, it is told.
+
+        InputError: the tensors don't fit, ids included.
+        """
+        acts, weights = tensors
+        tuned = MoELayer(
+            group=self.group, tuner=tuner or self.tuner, extra_backends=self.extra_backends, **cast(ConfigFields, dict(**self.config))
+        )
+        problem = MoEProblem.of(self.config, routed=acts.router_logits is None)
+        serving = tuned._bind(weights, problem.routed)
+        _check_call(serving.layer, acts)
+        if tuned.tuner is not None and not any(tuned.tuner.epoch.of(problem.key(), mode) for mode in MODES):
+            check_ids(problem, acts)
+            tuned.tuner.record(MoEOperation(problem, weights, serving.device, self.config.options, self.extra_backends))
+        return tuned
+
+    def __call__(
+        self, tensors: MoETensors, *, mode: str = "eager", group_tokens: int | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As `moe_layer`, with the tactic that the epoch holds for `mode` and this token count.
+
+        mode: how the caller executes this call, "eager" or "cuda_graph". group_tokens: a token count that the caller
+        guarantees equal on all ranks; without it no collective tactic is eligible.
+        """
+        acts, weights = tensors
+        routed = acts.router_logits is None
+        serving = self._serving_for(weights, routed)
+        num_tokens = _check_call(serving.layer, acts)
+        served = serving.pick(num_tokens, mode, group_tokens)
+        return _execute(serving.layer.problem, served.runner, acts, num_tokens, out, collective=served.tactic.collective)
+
+    def lookup(self, num_tokens: int, mode: str = "eager") -> Tactic:
+        """The tactic that a call of `num_tokens` tokens without `group_tokens` runs, for the last weights and kind of call.
+
+        TunerStateError: the layer has seen no weights yet.
+        """
+        serving = self._serving[self._last_routed]
+        if serving is None:
+            raise TunerStateError("the layer has seen no weights yet, so its device is unknown; call get_tuned_layer or the layer first")
+        return self._serving_for(serving.layer.weights, self._last_routed).pick(num_tokens, mode, None).tactic
+
+    def _serving_for(self, weights: MoEWeightPack, routed: bool) -> _Serving:
+        serving = self._serving[routed]
+        if serving is None or serving.layer.weights is not weights:
+            return self._bind(weights, routed)
+        tuner = self.tuner
+        if tuner is not None and tuner.epoch is not serving.epoch and not _capturing(serving.device):
+            return self._bind(weights, routed)
+        return serving
+
+    def _bind(self, weights: MoEWeightPack, routed: bool) -> _Serving:
+        problem = MoEProblem.of(self.config, routed=routed)
+        epoch = self.tuner.epoch if self.tuner is not None else None
+        serving = _Serving(bind_weights(problem, weights), self.config.options, self.extra_backends, epoch)
+        self._serving[routed] = serving
+        self._last_routed = routed
+        return serving
+
+
+class _Served:
+    """A tactic, ready to run."""
+
+    __slots__ = ("runner", "tactic")
+
+    def __init__(self, tactic: Tactic, runner: Runner) -> None:
+        self.tactic = tactic
+        self.runner = runner
+
+
+class _Serving:
+    """The index of one problem on one weight pack and epoch: by mode, a list with a tactic for each token count."""
+
+    def __init__(self, layer: BoundLayer, options: BackendOptions | None, extra_backends: Sequence[Backend], epoch: Epoch | None) -> None:
+        self.layer = layer
+        self.device = layer.weights.w13.device
+        self.epoch = epoch
+        self._backends = {backend.name: backend for backend, _ in usable_backends(layer.problem, self.device, options, extra_backends)}
+        self._runners: dict[Tactic, _Served] = {}
+        self._beyond_reported = epoch is None
+        self._beyond = self._default(None)
+        ladder = BucketLadder.powers_of_two(layer.problem.config.execution.tune_max_num_tokens)
+        defaults = [self._default(Bucket(1, 1))]  # zero tokens
+        for bucket in ladder.buckets():
+            defaults += [self._default(bucket)] * (bucket.high - bucket.low + 1)
+        self._local: dict[str, list[_Served]] = {}
+        self._collective: dict[str, dict[int, _Served]] = {}
+        for mode in MODES if self.device.type != "cpu" else ("eager",):
+            self._local[mode], self._collective[mode] = self._index(mode, list(defaults))
+
+    def pick(self, num_tokens: int, mode: str, group_tokens: int | None) -> _Served:
+        try:
+            local = self._local[mode]
+        except KeyError:
+            raise InputError(f"mode is {mode!r}; {self.device.type} tensors run as {' or '.join(self._local)}") from None
+        if group_tokens is not None:
+            collective = self._collective[mode].get(group_tokens)
+            if collective is not None:
+                return collective
+        if num_tokens < len(local):
+            return local[num_tokens]
+        if not self._beyond_reported:
+            self._beyond_reported = True
+            logger.warning(
+                "%d tokens exceed the largest tuned count %d: the default %s runs; raise ExecutionConfig.tune_max_num_tokens and tune again",
+                num_tokens,
+                len(local) - 1,
+                self._beyond.tactic,
+            )
+        return self._beyond
+
+    def _index(self, mode: str, local: list[_Served]) -> tuple[list[_Served], dict[int, _Served]]:
+        collective: dict[int, _Served] = {}
+        winners = self.epoch.of(self.layer.problem.key(), mode) if self.epoch is not None else {}
+        for bucket, winner in winners.items():
+            local += [self._beyond] * (bucket.high + 1 - len(local))  # a ladder longer than the config's own
+            counts = range(bucket.low, bucket.high + 1)
+            if winner.tactic.backend not in self._backends:
+                logger.warning(
+                    "the winner %s of %s tokens is left out: this layer runs %s", winner.tactic, bucket, " | ".join(self._backends)
+                )
+                continue
+            chosen = winner.tactic
+            if chosen.collective:
+                collective.update(dict.fromkeys(counts, self._ready(chosen)))
+                chosen = winner.default  # what calls without group_tokens run
+            if not chosen.collective and chosen.backend in self._backends:
+                local[bucket.low : bucket.high + 1] = [self._ready(chosen)] * len(counts)
+        return local, collective
+
+    def _default(self, bucket: Bucket | None) -> _Served:
+        backend = next(iter(self._backends.values()))
+        return self._ready(backend.default(self.layer.problem, bucket, self.device))
+
+    def _ready(self, tactic: Tactic) -> _Served:
+        if tactic not in self._runners:
+            self._runners[tactic] = _Served(tactic, self._backends[tactic.backend].bind(self.layer, tactic))
+        return self._runners[tactic]
+
+
+def _check_call(layer: BoundLayer, acts: MoEActivationPack) -> int:
+    """The number of tokens. Ids on a GPU are not looked at, since that waits for it: out of range there, they count as remote."""
+    device = layer.weights.w13.device
+    num_tokens = check_activations(layer.problem, acts, device)
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        check_ids(layer.problem, acts)
+    return num_tokens
+
+
+def _execute(
+    problem: MoEProblem, runner: Runner, acts: MoEActivationPack, num_tokens: int, out: torch.Tensor | None, *, collective: bool = False
+) -> torch.Tensor:
+    """Fill the output that `ExecutionConfig.output` asks for. Without tokens only a collective tactic runs: its peers wait for it."""
+    contract = problem.config.execution.output
+    if out is not None:
+        if contract == "in_place":
+            raise InputError("out is given, but ExecutionConfig.output is 'in_place'; leave out= away, or set output='given'")
+        check_out(problem, out, acts)
+    elif contract == "given":
+        raise InputError("out is missing, but ExecutionConfig.output is 'given'; pass out=, or set output='new'")
+    else:
+        out = acts.hidden_states.new_empty(output_shape(problem, num_tokens))
+    with torch.no_grad():
+        if num_tokens or collective:
+            runner(acts, out)
+        # Not written directly: a backend may still read hidden_states when it has its first rows ready.
+        return acts.hidden_states.copy_(out) if contract == "in_place" else out
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether this call is being captured or traced: nothing may then be recorded or looked up for the first time."""
+    return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def _ambient_tuner() -> ServingTuner | None:
+    """The tuner whose `autotune` block we are in. Nobody is in one before its module was loaded."""
+    context: Any = sys.modules.get("moe_dist.tuning.context")
+    tuner: ServingTuner | None = context.current_tuner() if context is not None else None
+    return tuner
