@@ -28,11 +28,20 @@ TUNER_PARTS = (
     "moe_dist.tuning.identity",
     "moe_dist.tuning.measure",
     "moe_dist.tuning.search",
-    "moe_dist.tuning.probe",
+    "moe_dist.tuning.journal",
     "moe_dist.stores",
     "moe_dist.distributed",
 )
-CORE = (*LEAVES, *TUNER_PARTS, "moe_dist.tensors", "moe_dist.backends", "moe_dist.operation", "moe_dist.tuning", "moe_dist.layer")
+CORE = (
+    *LEAVES,
+    *TUNER_PARTS,
+    "moe_dist.tensors",
+    "moe_dist.backends",
+    "moe_dist.checks",
+    "moe_dist.operation",
+    "moe_dist.tuning",
+    "moe_dist.layer",
+)
 ARROWS: dict[str, tuple[str, ...]] = {
     "moe_dist.errors": (),
     "moe_dist.settings": ("moe_dist.errors",),
@@ -45,13 +54,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "moe_dist.tuning.policy": LEAVES,
     **dict.fromkeys(TUNER_PARTS[1:], (*LEAVES, "moe_dist.tuning.policy")),
     "moe_dist.tuning": (*LEAVES, *TUNER_PARTS, "moe_dist.settings"),  # tuner.py, tune_pass.py and context.py
-    "moe_dist.operation": (*LEAVES, "moe_dist.tensors", "moe_dist.backends", "moe_dist.tuning.probe"),
-    "moe_dist.layer": (*LEAVES, "moe_dist.tensors", "moe_dist.backends", "moe_dist.operation", "moe_dist.tuning"),
-    "moe_dist.repro": CORE,
+    "moe_dist.checks": (*LEAVES, "moe_dist.tensors", "moe_dist.backends"),
+    "moe_dist.operation": (*LEAVES, "moe_dist.tensors", "moe_dist.backends", "moe_dist.checks"),
+    "moe_dist.layer": (*LEAVES, "moe_dist.tensors", "moe_dist.backends", "moe_dist.checks", "moe_dist.operation", "moe_dist.tuning"),
     "moe_dist.interop": (*LEAVES, "moe_dist.backends"),
-    "moe_dist.bench": (*CORE, "moe_dist.interop", "moe_dist.settings", "moe_dist.repro"),
-    "moe_dist.cli": (*CORE, "moe_dist.interop", "moe_dist.settings", "moe_dist.repro", "moe_dist.bench", "moe_dist"),
-    "moe_dist.tune": ("moe_dist.cli",),
+    "moe_dist.bench": (*CORE, "moe_dist.interop", "moe_dist.settings"),
+    "moe_dist.cli": (*CORE, "moe_dist.interop", "moe_dist.settings", "moe_dist.bench", "moe_dist"),
     "moe_dist": CORE,  # the public names
     "moe_dist_vllm": ("moe_dist",),
     "moe_dist_sglang": ("moe_dist",),
@@ -99,6 +107,10 @@ def may(importer: str, imported: str) -> bool:
     if room(imported) == home:
         return True
     return any(imported == allowed or (allowed != "moe_dist" and imported.startswith(allowed + ".")) for allowed in ARROWS[home])
+
+
+def test_every_room_of_the_table_holds_something() -> None:
+    assert set(ARROWS) == {room(module) for module in MODULES}
 
 
 @pytest.mark.parametrize("name", MODULES)
