@@ -7,9 +7,8 @@ and agrees on nothing. Plugins, cli and bench import this.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
-from typing import Any, Protocol, Required, TypedDict, Unpack, cast
+from typing import Required, TypedDict, Unpack, cast
 
 import torch
 
@@ -30,7 +29,9 @@ from moe_dist.config import (
 from moe_dist.errors import InputError, TunerStateError
 from moe_dist.operation import MoEOperation
 from moe_dist.tensors import MoEActivationPack, MoEWeightPack
-from moe_dist.tuning.problem import MODES, Bucket, BucketLadder, Epoch, Operation, Tactic
+from moe_dist.tuning.context import current_tuner
+from moe_dist.tuning.problem import MODES, Bucket, BucketLadder, Epoch, Tactic
+from moe_dist.tuning.tuner import Tuner
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +48,6 @@ class ConfigFields(TypedDict, total=False):
     backends: BackendOptions | BackendConfig | None
     parallel: ParallelConfig
     execution: ExecutionConfig
-
-
-class ServingTuner(Protocol):
-    """What the layer needs of a `Tuner`: its table, and a place to say what there is to tune."""
-
-    @property
-    def epoch(self) -> Epoch: ...
-
-    def record(self, operation: Operation) -> None: ...
 
 
 def moe_layer(
@@ -79,7 +71,7 @@ def moe_layer(
     num_tokens = _check_call(layer, acts)
     device = weights.w13.device
     backend, _ = usable_backends(problem, device, config.options, extra_backends)[0]
-    tuner = _ambient_tuner()
+    tuner = current_tuner()
     if tuner is not None and not _capturing(device):
         check_ids(problem, acts)
         tuner.record(MoEOperation(problem, weights, device, config.options, extra_backends))
@@ -102,7 +94,7 @@ class MoELayer:
         self,
         *,
         group: torch.distributed.ProcessGroup | None = None,
-        tuner: ServingTuner | None = None,
+        tuner: Tuner | None = None,
         extra_backends: Sequence[Backend] = (),
         **fields: Unpack[ConfigFields],
     ) -> None:
@@ -113,21 +105,35 @@ class MoELayer:
         self._serving: list[_Serving | None] = [None, None]  # for router logits, for routed calls
         self._last_routed = False
 
-    def get_tuned_layer(self, tensors: MoETensors, tuner: ServingTuner | None = None) -> MoELayer:
-        """This layer's configs, bound to `tensors`' weights and to `tuner` (or its own): what `tuner` has no winners for, it is told.
+    def get_tuned_layer(self, tensors: MoETensors, tuner: Tuner | None = None) -> MoELayer:
+        """A layer of the same configs that serves a tuner's winners, bound to `tensors`' weights.
 
-        InputError: the tensors don't fit, ids included.
+        tuner: whose epoch to serve from, else this layer's own, else that of the `autotune` block around the call: a problem
+        that its epoch lacks is recorded for its next pass. With none of these a pass runs now, over this layer's group, for the
+        bucket of these tensors, and keeps its results in memory.
+        InputError: the tensors don't fit, ids included, or are more tokens than the ladder has. Whatever `Tuner.run_pass` raises.
         """
         acts, weights = tensors
-        tuned = MoELayer(
-            group=self.group, tuner=tuner or self.tuner, extra_backends=self.extra_backends, **cast(ConfigFields, dict(**self.config))
-        )
+        tuner = tuner or self.tuner or current_tuner()
         problem = MoEProblem.of(self.config, routed=acts.router_logits is None)
-        serving = tuned._bind(weights, problem.routed)
-        _check_call(serving.layer, acts)
-        if tuned.tuner is not None and not any(tuned.tuner.epoch.of(problem.key(), mode) for mode in MODES):
-            check_ids(problem, acts)
-            tuned.tuner.record(MoEOperation(problem, weights, serving.device, self.config.options, self.extra_backends))
+        device, fields = weights.w13.device, cast(ConfigFields, dict(**self.config))
+        operation = MoEOperation(problem, weights, device, self.config.options, self.extra_backends)
+        num_tokens = _check_call(operation.layer, acts)
+        check_ids(problem, acts)
+        if tuner is None:
+            ladder = BucketLadder.powers_of_two(self.config.execution.tune_max_num_tokens)
+            bucket = ladder.bucket(max(1, num_tokens))
+            if bucket is None:
+                raise InputError(
+                    f"{num_tokens} tokens exceed ExecutionConfig.tune_max_num_tokens {ladder.max_num_tokens}; raise it, or tune with fewer"
+                )
+            with Tuner(group=self.group, ladder=ladder, device=device) as tuner:
+                tuner.record(operation)
+                tuner.run_pass([bucket])
+        elif not any(tuner.epoch.of(operation.problem, mode) for mode in MODES):
+            tuner.record(operation)
+        tuned = MoELayer(group=self.group, tuner=tuner, extra_backends=self.extra_backends, **fields)
+        tuned._bind(weights, problem.routed)
         return tuned
 
     def __call__(
@@ -285,10 +291,3 @@ def _execute(
 def _capturing(device: torch.device) -> bool:
     """Whether this call is being captured or traced: nothing may then be recorded or looked up for the first time."""
     return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-
-
-def _ambient_tuner() -> ServingTuner | None:
-    """The tuner whose `autotune` block we are in. Nobody is in one before its module was loaded."""
-    context: Any = sys.modules.get("moe_dist.tuning.context")
-    tuner: ServingTuner | None = context.current_tuner() if context is not None else None
-    return tuner

@@ -19,10 +19,9 @@ from moe_dist.checks import STORAGE, bind_weights, output_shape, scale_shape
 from moe_dist.config import BackendOptions
 from moe_dist.errors import ConfigError
 from moe_dist.tensors import MoEActivationPack, MoEWeightPack
+from moe_dist.tuning.probe import GuardedOutputs, draw_choices, seeded
 from moe_dist.tuning.problem import Bucket, ProbeSpec, Problem, Tactic, Workspace
 
-GUARD_BYTES = 4096
-GUARD = 0xA5
 TRUTH_ROWS = 16  # rows that are compared with the truth, over all input sets; the poison is looked for in every row
 TOLERANCE = 2.0  # times the error of plain torch in the same format
 FLOOR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-17}  # an error that rounding alone explains
@@ -77,7 +76,12 @@ class MoEOperation:
         return get_backend(tactic.backend, self._extra).bind(self.layer, tactic)
 
     def probe(self, num_tokens: int, spec: ProbeSpec) -> MoEProbe:
-        return MoEProbe(self, num_tokens, spec)
+        try:
+            return MoEProbe(self, num_tokens, spec)
+        except RuntimeError as error:
+            if "can't allocate memory" in str(error):  # torch's CPU allocator has no type for it
+                raise MemoryError(str(error)) from error
+            raise
 
     def weights_changed(self) -> bool:
         """Whether the weights differ from what they were when this was first asked."""
@@ -106,10 +110,7 @@ class MoEProbe:
         self._operation = operation
         problem, device = operation.moe_problem, operation.device
         self._inputs = [probe_inputs(problem, num_tokens, spec, copy, device) for copy in range(spec.copies)]
-        shape = output_shape(problem, num_tokens)
-        nbytes = math.prod(shape) * problem.dtype.itemsize
-        self._raw = [torch.full((nbytes + 2 * GUARD_BYTES,), GUARD, dtype=torch.uint8, device=device) for _ in range(spec.copies)]
-        self._outputs = [raw[GUARD_BYTES : GUARD_BYTES + nbytes].view(problem.dtype).view(shape) for raw in self._raw]
+        self._outputs = GuardedOutputs(output_shape(problem, num_tokens), problem.dtype, spec.copies, device)
         self._sample_truth(num_tokens)
         operation.weights_changed()
 
@@ -131,28 +132,26 @@ class MoEProbe:
         return float((result.float() - self._truth).norm(dim=1).max()) / self._scale
 
     def bind(self, tactic: Tactic) -> MoERun:
-        return MoERun(tactic, self._operation.bind(tactic), self._inputs, self._outputs)
+        return MoERun(tactic, self._operation.bind(tactic), self._inputs, self._outputs.tensors)
 
     def check(self, run: Callable[[int], Tactic]) -> str | None:
         asked = getattr(run, "tactic", None)  # a caller may have wrapped what `bind` gave, in a captured graph for one
-        for output in self._outputs:
-            output.fill_(torch.nan)
-        before = [acts.hidden_states.clone() for acts in self._inputs]
-        for i, output in enumerate(self._outputs):
+        self._outputs.poison()
+        before = [{name: tensor.clone() for name, tensor in vars(acts).items() if tensor is not None} for acts in self._inputs]
+        for i in range(self.copies):
             executed = run(i)
             if asked is not None and executed != asked:
                 return f"it executed {executed} instead of {asked}"
-            unwritten = output.isnan().flatten(1).any(1).nonzero().flatten()
-            if len(unwritten):
-                return f"{len(unwritten)} of {len(output)} rows were not written or are NaN, the first is row {int(unwritten[0])}"
-        for i, raw in enumerate(self._raw):
-            if bool((raw[:GUARD_BYTES] != GUARD).any()) or bool((raw[-GUARD_BYTES:] != GUARD).any()):
-                return f"it wrote outside its output of input set {i}"
-            if not torch.equal(before[i], self._inputs[i].hidden_states):
-                return f"it changed the hidden_states of input set {i}"
+        if (fault := self._outputs.fault()) is not None:
+            return fault
+        for i, (acts, tensors) in enumerate(zip(self._inputs, before, strict=True)):
+            for name, tensor in tensors.items():
+                if not torch.equal(getattr(acts, name), tensor):
+                    setattr(acts, name, tensor)  # the next candidate is judged by what this one was given
+                    return f"it changed {name} of input set {i}"
         if self._operation.weights_changed():
             return "the weights differ from what they were: it, or a tactic before it, wrote to them"
-        error = self._error(torch.cat([output[self._rows].flatten(1) for output in self._outputs]))
+        error = self._error(torch.cat([output[self._rows].flatten(1) for output in self._outputs.tensors]))
         if not error <= self._limit:
             return f"its error is {error:.3g} of the result, above {self._limit:.3g}, {TOLERANCE:g} times that of plain torch"
         return None
@@ -166,11 +165,12 @@ def probe_inputs(problem: MoEProblem, num_tokens: int, spec: ProbeSpec, copy: in
     """
     config = problem.config
     routing = config.routing
-    generator = torch.Generator().manual_seed(_seed(spec.seed, num_tokens, copy))
+    generator = seeded(spec, num_tokens, copy)
     # One block is drawn and shifted: drawing each of a large probe's elements takes longer than a call.
     drawn = torch.randn(min(num_tokens, 256), config.experts.hidden_size, generator=generator)
     hidden_states = drawn.repeat(-(-num_tokens // max(1, len(drawn))), 1)[:num_tokens]
-    chosen = _sample_ids(problem, num_tokens, spec, generator)
+    groups = None if routing.n_group is None or routing.topk_group is None else (routing.n_group, routing.topk_group)
+    chosen = draw_choices(spec, generator, num_tokens, routing.num_experts, routing.top_k, groups)
     jitter = 0.5 * torch.randn(num_tokens, routing.num_experts, generator=generator)
     logits = jitter.scatter_add(1, chosen, torch.full(chosen.shape, 8.0)) - 4.0
     hidden_states = hidden_states.to(problem.dtype).to(device)
@@ -184,36 +184,6 @@ def probe_inputs(problem: MoEProblem, num_tokens: int, spec: ProbeSpec, copy: in
         topk_ids=torch.cat([chosen, shared], 1).int().to(device),
         topk_weights=torch.cat([weights, torch.ones(shared.shape)], 1).to(device),
     )
-
-
-def _seed(seed: int, num_tokens: int, copy: int) -> int:
-    return (seed * 1_000_003 + num_tokens) * 1_009 + copy
-
-
-def _sample_ids(problem: MoEProblem, num_tokens: int, spec: ProbeSpec, generator: torch.Generator) -> torch.Tensor:
-    """int64 [T, top_k] without repetition in a row: the k largest of log p + Gumbel noise are k draws without replacement."""
-    routing = problem.config.routing
-    experts = routing.num_experts
-    if spec.routing == "counts":
-        if len(spec.counts) != experts:
-            raise ConfigError(f"ProbeSpec.counts has {len(spec.counts)} entries; this model has {experts} experts: give one count each")
-        popularity = torch.tensor(spec.counts, dtype=torch.float64).clamp_min(1e-9)
-    elif spec.routing == "zipf":
-        ranks = torch.randperm(experts, generator=torch.Generator().manual_seed(spec.seed)).double() + 1
-        popularity = ranks.pow(-spec.skew)
-    else:
-        popularity = torch.ones(experts, dtype=torch.float64)
-
-    def draw(log_weights: torch.Tensor, count: int) -> torch.Tensor:
-        uniform = torch.rand(num_tokens, log_weights.shape[-1], generator=generator, dtype=torch.float64).clamp_min(1e-12)
-        return (log_weights - (-uniform.log()).log()).topk(count, dim=1).indices
-
-    allowed = popularity.log().expand(num_tokens, -1)
-    if routing.n_group is not None and routing.topk_group is not None:
-        groups = draw(popularity.view(routing.n_group, -1).sum(1).log(), routing.topk_group)
-        barred = torch.ones(num_tokens, routing.n_group, dtype=torch.bool).scatter_(1, groups, False)
-        allowed = allowed.masked_fill(barred.repeat_interleave(experts // routing.n_group, 1), -torch.inf)
-    return draw(allowed, routing.top_k)
 
 
 def _sampled(inputs: Sequence[MoEActivationPack], rows: torch.Tensor) -> MoEActivationPack:

@@ -29,6 +29,7 @@ TUNER_PARTS = (
     "moe_dist.tuning.measure",
     "moe_dist.tuning.search",
     "moe_dist.tuning.journal",
+    "moe_dist.tuning.probe",
     "moe_dist.stores",
     "moe_dist.distributed",
 )
@@ -55,7 +56,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(TUNER_PARTS[1:], (*LEAVES, "moe_dist.tuning.policy")),
     "moe_dist.tuning": (*LEAVES, *TUNER_PARTS, "moe_dist.settings"),  # tuner.py, tune_pass.py and context.py
     "moe_dist.checks": (*LEAVES, "moe_dist.tensors", "moe_dist.backends"),
-    "moe_dist.operation": (*LEAVES, "moe_dist.tensors", "moe_dist.backends", "moe_dist.checks"),
+    "moe_dist.operation": (*LEAVES, "moe_dist.tensors", "moe_dist.backends", "moe_dist.checks", "moe_dist.tuning.probe"),
     "moe_dist.layer": (*LEAVES, "moe_dist.tensors", "moe_dist.backends", "moe_dist.checks", "moe_dist.operation", "moe_dist.tuning"),
     "moe_dist.interop": (*LEAVES, "moe_dist.backends"),
     "moe_dist.bench": (*CORE, "moe_dist.interop", "moe_dist.settings"),
