@@ -475,10 +475,11 @@ class TunePass:
 
     def _publish(self, outcome: PassOutcome) -> None:
         """The leader's part after the commit, best effort: entries (one per environment), then the epoch that joiners adopt."""
+        held = self._store.get_many([self._key(cell).path for cell in outcome.entries])
         for cell, entry in outcome.entries.items():
             winner = outcome.epoch.winners.get(cell)
-            if winner is None or winner.source != "tuned":
-                continue
+            if winner is None or (winner.source != "tuned" and self._key(cell).path in held):
+                continue  # a hit that only another rank's store held is published here too
             for environment in self._environments:
                 rekeyed = dataclasses.replace(decode_entry(entry), key=pack(self._key(cell, environment).canonical()))
                 self._store.put(self._key(cell, environment).path, encode_entry(rekeyed))
@@ -486,7 +487,7 @@ class TunePass:
             return
         paths = [self._key(cell).path for cell in outcome.epoch.winners]
         fresh = {self._key(cell).path: entry for cell, entry in outcome.entries.items()}
-        embedded = [entry for path in paths if (entry := fresh.get(path) or self._memory.get(path)) is not None]
+        embedded = [value for path in paths if (value := fresh.get(path) or self._memory.get(path)) is not None]
         if not epoch.publish(self._store, self._settings.deployment, outcome.epoch.number, encode_epoch(outcome.epoch, embedded)):
             log.warning("epoch %d could not be published to %s: nobody can join until it is", outcome.epoch.number, self._store.url)
 

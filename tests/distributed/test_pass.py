@@ -1,0 +1,382 @@
+"""One pass over real processes, happy and unhappy, in every strategy: survivors end with the same winners or the same error."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import FakeOperation
+from ranks import Rank, Ranks, run_ranks
+
+from moe_dist.tuning.policy import STRATEGIES, MeasurementPolicy
+from moe_dist.tuning.problem import BucketLadder
+from moe_dist.tuning.tuner import PassReport, Tuner
+
+# Well apart, so that a loaded machine can't reorder them: "quick" wins by 4x over the default.
+COSTS: Mapping[str, float | str] = {"plain": 8000.0, "quick": 1000.0, "slow": 30000.0}
+POLICY = MeasurementPolicy(rounds=2, sweeps=2, window=timedelta(milliseconds=2))
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def make_tuner(rank: Rank, strategy: str, *, store: str = "", progress_timeout: float = 5.0, cap: float = 60.0, **settings: Any) -> Tuner:
+    group = rank.group(progress_timeout=progress_timeout, cap=cap)
+    settings = {"ladder": BucketLadder((1, 4)), "policy": POLICY, "deployment": "test", "device": "cpu"} | settings
+    return Tuner(store=store or str(rank.folder / "store"), group=group, strategy=strategy, **settings)
+
+
+def table(report: PassReport) -> dict[str, str]:
+    return {
+        f"{row.cell.problem.fields[0][1]} {row.cell.bucket}": str(row.winner.tactic["name"]) if row.winner else "untuned"
+        for row in report.rows
+    }
+
+
+def tune(
+    rank: Rank,
+    strategy: str,
+    operations: Callable[[Rank], list[FakeOperation]],
+    settings: Callable[[Rank], dict[str, Any]] = lambda rank: {},
+) -> Any:
+    """(winners, measured, hits, digest, calls of each tactic on this rank)."""
+    recorded = operations(rank)
+    with make_tuner(rank, strategy, **settings(rank)) as tuner:
+        for operation in recorded:
+            tuner.record(operation)
+        report = tuner.run_pass()
+        return table(report), report.measured, report.hits, report.digest, [len(operation.calls) for operation in recorded]
+
+
+def agreed(outcomes: list[Any]) -> dict[str, str]:
+    """The one table that all ranks hold."""
+    assert [outcome.error for outcome in outcomes] == [""] * len(outcomes), outcomes
+    assert len({outcome.value[3] for outcome in outcomes}) == 1, "digests differ"
+    assert all(outcome.value[0] == outcomes[0].value[0] for outcome in outcomes)
+    winners: dict[str, str] = outcomes[0].value[0]
+    return winners
+
+
+def one_operation(rank: Rank) -> list[FakeOperation]:
+    return [FakeOperation("a", COSTS)]
+
+
+@each_strategy
+def test_two_ranks_choose_the_fastest_and_measure_nothing_the_second_time(strategy: str, tmp_path: Path) -> None:
+    first = run_ranks(tune, 2, tmp_path, strategy, one_operation)
+    assert agreed(first) == {"a 1": "quick", "a 2-4": "quick"}
+    assert [outcome.value[1:3] for outcome in first] == [(6, 0)] * 2
+    second = run_ranks(tune, 2, tmp_path, strategy, one_operation)
+    assert agreed(second) == agreed(first)
+    assert [outcome.value[1:3] for outcome in second] == [(0, 2)] * 2
+    assert [outcome.value[4] for outcome in second] == [[0]] * 2, "a hit must run nothing"
+
+
+def store_each(rank: Rank) -> dict[str, Any]:
+    return {"store": str(rank.folder / f"store-{rank.index}")}
+
+
+def tune_alone_first(rank: Rank, strategy: str) -> Any:
+    """Rank 0 is warm: it tuned the same problem alone into its own store. Rank 1 is cold."""
+    if rank.index == 0:
+        with Tuner(
+            store=str(rank.folder / "store-0"), ladder=BucketLadder((1, 4)), policy=POLICY, deployment="other", device="cpu"
+        ) as alone:
+            alone.record(FakeOperation("a", COSTS))
+            alone.run_pass()
+    return tune(rank, strategy, one_operation, store_each)
+
+
+@each_strategy
+def test_one_rank_warm_and_the_other_cold_agree_on_the_hit(strategy: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(tune_alone_first, 2, tmp_path, strategy)
+    assert agreed(outcomes) == {"a 1": "quick", "a 2-4": "quick"}
+    assert [outcome.value[1:] for outcome in outcomes] == [(0, 2, outcomes[0].value[3], [0])] * 2
+
+
+def reject_on_rank_1(rank: Rank, strategy: str) -> Any:
+    """Both hold the hit "quick", which rank 1 can no longer run."""
+    objections = {"quick": "gone since the update"} if rank.index == 1 else {}
+    return tune(rank, strategy, lambda rank: [FakeOperation("a", COSTS, objections=objections)])
+
+
+@each_strategy
+def test_a_hit_that_one_rank_rejects_is_tuned_anew_without_it(strategy: str, tmp_path: Path) -> None:
+    run_ranks(tune, 2, tmp_path, strategy, one_operation)
+    outcomes = run_ranks(reject_on_rank_1, 2, tmp_path, strategy)
+    assert agreed(outcomes) == {"a 1": "plain", "a 2-4": "plain"}
+    assert [outcome.value[1:3] for outcome in outcomes] == [(4, 0)] * 2
+
+
+def fewer_on_rank_1(rank: Rank) -> list[FakeOperation]:
+    names = ["a", "b"] if rank.index == 0 else ["b"]
+    return [FakeOperation(name, COSTS) for name in names]
+
+
+def none_on_rank_0(rank: Rank) -> list[FakeOperation]:
+    return [] if rank.index == 0 else [FakeOperation("a", COSTS)]
+
+
+@each_strategy
+@pytest.mark.parametrize(("operations", "problems"), [(fewer_on_rank_1, "ab"), (none_on_rank_0, "a")])
+def test_ranks_with_fewer_or_no_problems_abstain(strategy: str, operations: Any, problems: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(tune, 2, tmp_path, strategy, operations)
+    assert set(agreed(outcomes)) == {f"{problem} {bucket}" for problem in problems for bucket in ("1", "2-4")}
+    assert set(agreed(outcomes).values()) == {"quick"}
+
+
+def unequal_shares(rank: Rank) -> list[FakeOperation]:
+    """10 experts over 4 ranks: ranks 0 and 1 (3 experts) have a candidate that the others' shares don't offer."""
+    costs = dict(COSTS) | ({"three": 100.0} if rank.index < 2 else {})
+    return [FakeOperation("a", costs)]
+
+
+@each_strategy
+def test_candidates_of_unequal_shares_make_one_schedule(strategy: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(tune, 4, tmp_path, strategy, unequal_shares)
+    assert set(agreed(outcomes).values()) == {"quick"}, "a candidate that ranks 2 and 3 can't run must not win"
+
+
+def tactic_oom_on_rank_1(rank: Rank) -> list[FakeOperation]:
+    return [FakeOperation("a", COSTS if rank.index == 0 else {**COSTS, "quick": "oom"})]
+
+
+def probe_oom_on_rank_1(rank: Rank) -> list[FakeOperation]:
+    return [FakeOperation("a", COSTS, probe_fault="oom" if rank.index == 1 else "")]
+
+
+@each_strategy
+def test_out_of_memory_in_one_tactic_is_a_cell(strategy: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(tune, 2, tmp_path, strategy, tactic_oom_on_rank_1)
+    assert set(agreed(outcomes).values()) == {"plain"}
+
+
+@each_strategy
+def test_out_of_memory_for_the_probe_is_no_exception(strategy: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(tune, 2, tmp_path, strategy, probe_oom_on_rank_1)
+    # Rank 1 can time nothing: under reduce and reload no candidate ran on all; under shard none was timed by all.
+    assert set(agreed(outcomes).values()) == {"untuned"}
+
+
+def late(rank: Rank, strategy: str) -> Any:
+    if rank.index == 1:
+        time.sleep(2.0)
+    return tune(rank, strategy, one_operation, lambda rank: {"progress_timeout": 10.0})
+
+
+@each_strategy
+def test_a_late_rank_is_waited_for(strategy: str, tmp_path: Path) -> None:
+    assert set(agreed(run_ranks(late, 2, tmp_path, strategy)).values()) == {"quick"}
+
+
+class Hanging(FakeOperation):
+    """Tells the test when measuring begins."""
+
+    rank: Rank
+
+    def probe(self, num_tokens: int, spec: Any) -> Any:
+        self.rank.mark("measuring")
+        return super().probe(num_tokens, spec)
+
+
+def stuck(rank: Rank, strategy: str, phase: str) -> Any:
+    """Rank 1 never gets past `phase`; the test may also kill it there."""
+    if rank.index == 1 and phase == "agree":
+        rank.mark("measuring")
+        time.sleep(3600)
+    operation = Hanging("a", {**COSTS, "slow": "hang"} if rank.index == 1 else COSTS)
+    operation.rank = rank if rank.index == 1 else Rank(0, 2, 0, rank.folder / "elsewhere")
+    (rank.folder / "elsewhere").mkdir(exist_ok=True)
+    return tune(rank, strategy, lambda rank: [operation], lambda rank: {"progress_timeout": 2.0})
+
+
+@each_strategy
+@pytest.mark.parametrize("phase", ["agree", "measure"])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_stops_is_named_by_all_survivors(strategy: str, phase: str, fault: signal.Signals, tmp_path: Path) -> None:
+    with Ranks(stuck, 3, tmp_path, strategy, phase) as ranks:
+        ranks.wait("measuring")
+        ranks.signal(1, fault)
+        started = time.monotonic()
+        survivors = [ranks.join_one(index, 30.0) for index in (0, 2)]
+        assert time.monotonic() - started < 20, "the deadline is 2 s without progress"
+    assert [(outcome.error, outcome.culprits) for outcome in survivors] == [("RankLost", (1,))] * 2
+    assert survivors[0].message == survivors[1].message
+    assert "rank 1 lost in pass 1, step " in survivors[0].message
+    assert "no progress for 2 s" in survivors[0].message
+    # Nothing was stored: a restart heals.
+    assert set(agreed(run_ranks(tune, 3, tmp_path, strategy, one_operation)).values()) == {"quick"}
+
+
+def stopped_and_continued(rank: Rank, strategy: str) -> Any:
+    operation = Hanging("a", {**COSTS, "slow": 2_000_000.0} if rank.index == 1 else COSTS)
+    operation.rank = rank if rank.index == 1 else Rank(0, 2, 0, rank.folder / "elsewhere")
+    (rank.folder / "elsewhere").mkdir(exist_ok=True)
+    return tune(rank, strategy, lambda rank: [operation], lambda rank: {"progress_timeout": 2.5})
+
+
+@each_strategy
+def test_a_rank_that_was_stopped_too_long_learns_that_it_was_lost(strategy: str, tmp_path: Path) -> None:
+    with Ranks(stopped_and_continued, 2, tmp_path, strategy) as ranks:
+        ranks.wait("measuring")
+        ranks.signal(1, signal.SIGSTOP)
+        survivor = ranks.join_one(0, 30.0)
+        ranks.signal(1, signal.SIGCONT)
+        lost = ranks.join_one(1, 30.0)
+    assert survivor.error == lost.error == "RankLost"
+    assert survivor.culprits == lost.culprits == (1,)
+
+
+def slow_but_alive(rank: Rank, strategy: str) -> Any:
+    """One candidate of rank 1 takes longer than the progress timeout in all, but it moves from candidate to candidate."""
+    slow = {"plain": 400_000.0, "quick": 300_000.0, "slow": 900_000.0}
+    operation = FakeOperation("a", slow if rank.index == 1 else COSTS)
+    return tune(rank, strategy, lambda rank: [operation], lambda rank: {"progress_timeout": 3.0, "ladder": BucketLadder((1,))})
+
+
+@each_strategy
+def test_nobody_is_declared_dead_while_it_works(strategy: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(slow_but_alive, 2, tmp_path, strategy)
+    assert set(agreed(outcomes).values()) == {"quick"}
+    assert max(outcome.seconds for outcome in outcomes) > 3.0
+
+
+def outlasts_the_cap(rank: Rank, strategy: str) -> Any:
+    costs = dict.fromkeys(COSTS, 700000.0) if rank.index == 1 else COSTS
+    return tune(rank, strategy, lambda rank: [FakeOperation("a", costs)], lambda rank: {"progress_timeout": 30.0, "cap": 2.0})
+
+
+@each_strategy
+def test_the_cap_ends_a_pass_that_still_moves(strategy: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(outlasts_the_cap, 2, tmp_path, strategy)
+    assert [(outcome.error, outcome.culprits) for outcome in outcomes] == [("RankLost", (1,))] * 2
+    assert "the pass outlasted its cap of 2 s" in outcomes[0].message
+
+
+def leaves(rank: Rank, strategy: str, when: str) -> Any:
+    operation = FakeOperation("a", COSTS)
+    with make_tuner(rank, strategy, progress_timeout=30.0) as tuner:
+        tuner.record(operation)
+        if rank.index == 1:
+            if when == "before":
+                raise KeyError("calibration file")
+            operation.probe = lambda num_tokens, spec: {}["missing"]  # type: ignore[method-assign]
+        return table(tuner.run_pass())
+
+
+@each_strategy
+@pytest.mark.parametrize("when", ["before", "measure"])
+def test_a_rank_that_leaves_by_an_exception_frees_its_peers_at_once(strategy: str, when: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(leaves, 2, tmp_path, strategy, when)
+    assert outcomes[1].error == "KeyError", "its own exception propagates"
+    assert (outcomes[0].error, outcomes[0].culprits) == ("RankWithdrawn", (1,))
+    assert "rank 1 left the pass: KeyError" in outcomes[0].message
+    assert outcomes[0].seconds < 20, "long before the 30 s deadline"
+
+
+def different_settings(rank: Rank, strategy: str) -> Any:
+    return tune(rank, strategy, one_operation, lambda rank: {"objective": "mean" if rank.index == 1 else "max"})
+
+
+@each_strategy
+def test_settings_that_differ_are_named_with_ranks(strategy: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(different_settings, 3, tmp_path, strategy)
+    assert {(outcome.error, outcome.culprits, outcome.message) for outcome in outcomes} == {
+        (
+            "SettingsDiffer",
+            (1,),
+            "settings differ between ranks: objective is 'max' on rank 0, 2 and 'mean' on rank 1; start all ranks alike",
+        )
+    }
+
+
+def other_version(rank: Rank, strategy: str, mixed: bool) -> Any:
+    versions = {"flashinfer": "0.7.2" if rank.index == 0 else "0.7.1"}
+    return tune(rank, strategy, one_operation, lambda rank: {"versions": versions, "mixed_environments": mixed})
+
+
+@each_strategy
+def test_environments_that_differ_are_an_error_unless_allowed(strategy: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(other_version, 2, tmp_path / "refused", strategy, False)
+    assert {outcome.error for outcome in outcomes} == {"SettingsDiffer"}
+    assert (
+        "environments differ between ranks: backends is (('flashinfer', '0.7.2'),) on rank 0 and (('flashinfer', '0.7.1'),) on rank 1"
+        in outcomes[0].message
+    )
+    assert set(agreed(run_ranks(other_version, 2, tmp_path / "allowed", strategy, True)).values()) == {"quick"}
+    again = run_ranks(other_version, 2, tmp_path / "allowed", strategy, True)
+    assert [outcome.value[1:3] for outcome in again] == [(0, 2)] * 2, "one entry per environment was published"
+
+
+def test_stores_that_are_not_shared_are_found_and_healed(tmp_path: Path) -> None:
+    first = run_ranks(tune, 2, tmp_path, "reload", one_operation, store_each)
+    assert set(agreed(first).values()) == {"quick"}
+    second = run_ranks(tune, 2, tmp_path, "reload", one_operation, store_each)
+    assert agreed(second) == agreed(first)
+    assert [outcome.value[1:3] for outcome in second] == [(0, 2)] * 2
+
+
+def out_of_budget(rank: Rank, strategy: str) -> Any:
+    return tune(rank, strategy, one_operation, lambda rank: {"budget": timedelta(milliseconds=1)})
+
+
+@pytest.mark.parametrize("strategy", ["reduce", "shard"])
+def test_the_budget_ends_measuring_on_all_ranks_alike(strategy: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(out_of_budget, 2, tmp_path, strategy)
+    assert agreed(outcomes)["a 2-4"] == "untuned", "the second bucket came after the budget: an incomplete candidate can't win"
+
+
+def slowest_sets_the_pace(rank: Rank, strategy: str, objective: str) -> Any:
+    """even: 10 ms on both; lopsided: 2 ms on rank 0, 14 ms on rank 1. Mean 8 < 10, maximum 14 > 10."""
+    costs = {"even": 10_000.0, "lopsided": 2_000.0 if rank.index == 0 else 14_000.0}
+    return tune(
+        rank, strategy, lambda rank: [FakeOperation("a", costs)], lambda rank: {"objective": objective, "ladder": BucketLadder((1,))}
+    )
+
+
+@pytest.mark.parametrize(("objective", "winner"), [("max", "even"), ("mean", "lopsided")])
+def test_objective_is_maximum_or_mean_over_ranks(objective: str, winner: str, tmp_path: Path) -> None:
+    assert agreed(run_ranks(slowest_sets_the_pace, 2, tmp_path, "reduce", objective)) == {"a 1": winner}
+
+
+def joins(rank: Rank) -> Any:
+    with Tuner(store=str(rank.folder / "store"), deployment="test", device="cpu") as joiner:
+        adopted = joiner.reload()
+        return adopted, joiner.epoch.number, joiner.epoch.digest
+
+
+@each_strategy
+def test_a_joiner_adopts_the_running_epoch_alone(strategy: str, tmp_path: Path) -> None:
+    served = run_ranks(tune, 2, tmp_path, strategy, one_operation)
+    joined = run_ranks(joins, 1, tmp_path)
+    assert joined[0].value == (True, 1, served[0].value[3])
+
+
+def reloads(rank: Rank) -> Any:
+    """The two ranks' stores differ: only the leader's holds the epoch."""
+    with make_tuner(rank, "reduce", store=str(rank.folder / ("store" if rank.index == 0 else "nothing"))) as tuner:
+        tuner.record(FakeOperation("a", COSTS))
+        return tuner.reload(), tuner.epoch.number, tuner.epoch.digest
+
+
+def test_a_group_reloads_what_its_leader_holds(tmp_path: Path) -> None:
+    served = run_ranks(tune, 2, tmp_path, "reduce", one_operation)
+    outcomes = run_ranks(reloads, 2, tmp_path)
+    assert [outcome.value for outcome in outcomes] == [(True, 1, served[0].value[3])] * 2
+
+
+def two_on_one_group(rank: Rank) -> Any:
+    group = rank.group()
+    try:
+        rank.group()
+    finally:
+        group.close()
+
+
+def test_two_open_tuners_on_one_group_are_refused(tmp_path: Path) -> None:
+    outcomes = run_ranks(two_on_one_group, 2, tmp_path)
+    assert {outcome.error for outcome in outcomes} == {"TunerStateError"}
+    assert "rank 1 of group 'group' has an open tuner already; close that one first" in outcomes[1].message
