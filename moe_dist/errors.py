@@ -46,7 +46,7 @@ class UnsupportedBackend(MoEDistError):
         self.backend = backend
         self.reason = reason
         self.reasons = dict(reasons or {})
-        listing = "".join(f"\n  {name}: {why}" for name, why in self.reasons.items())
+        listing = "".join(f"\n  {name}: {why or 'can run it'}" for name, why in self.reasons.items())
         super().__init__(f"backend {backend!r} can't run this: {reason}{listing}")
 
 

@@ -24,7 +24,7 @@ def route(
     scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
     choice = scores if correction_bias is None else scores + correction_bias
     if routing.n_group is not None and routing.topk_group is not None:
-        grouped = choice.view(choice.shape[0], routing.n_group, -1)
+        grouped = choice.view(len(choice), routing.n_group, routing.num_experts // routing.n_group)
         best = 1 if correction_bias is None else min(2, grouped.shape[-1])
         group_scores = grouped.topk(best, dim=-1).values.sum(-1)
         groups = _best(group_scores, routing.topk_group)

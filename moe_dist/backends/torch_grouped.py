@@ -91,7 +91,7 @@ class TorchGroupedBackend(Backend):
                 x = x * weights_TK.flatten()[order, None]
             y_sorted = product(layer, x.to(compute), ends)
             place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-            finalize(y_sorted[place].view(tokens, slots, -1), rows_TK, None if on_input else weights_TK, out)
+            finalize(y_sorted[place].view(tokens, slots, y_sorted.shape[1]), rows_TK, None if on_input else weights_TK, out)
             return tactic
 
         return run
