@@ -17,7 +17,8 @@ from moe_dist.tuning.problem import Bucket, ProbeSpec, Problem, Tactic, Workspac
 
 
 def tactic(name: str) -> Tactic:
-    return Tactic.of("fake", name=name)
+    """A name that begins with "all-" is a collective tactic's."""
+    return Tactic.of("fake", collective=name.startswith("all-"), name=name)
 
 
 @dataclasses.dataclass

@@ -187,6 +187,10 @@ def agree_plan(proposal: Proposal, answers: Sequence[Answer], names: Sequence[in
         runnable, rejected = [], []
         for index, tactic in enumerate(proposed.candidates):
             reasons = [(names[rank], reason) for rank, answer in present if (reason := answer.candidates[index]) is not None]
+            if tactic.collective:
+                reasons += [
+                    (names[rank], "it has no such problem, and this tactic needs every rank") for rank, answer in said if answer is None
+                ]
             if reasons:
                 rejected.append((tactic, f"rank {reasons[0][0]}: {reasons[0][1]}"))
             else:

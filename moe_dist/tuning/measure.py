@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ MAX_CALLS = 200
 UNSTABLE_RATIO = 1.15
 
 Run = Callable[[int], Tactic]
+T = TypeVar("T")
 
 
 class Journal(Protocol):
@@ -128,6 +129,7 @@ class CellMeasurer:
         self._failed: dict[Tactic, Failed] = {}
         self._call_us: dict[Tactic, float] = {}
         self._probe: Probe | None = None
+        self._bound: dict[Tactic, Run] = {}
 
     def prepare(self, tactics: Iterable[Tactic]) -> None:
         """Compile, check and warm up every candidate that is not ready yet. What fails is remembered with its reason, not raised."""
@@ -161,26 +163,69 @@ class CellMeasurer:
             measured[tactic] = self._failed.get(tactic) or Timed(statistics.median(times), spread, len(times))
         return measured
 
+    def bind(self, tactic: Tactic) -> str | None:
+        """Prepare a collective tactic without running it; the reason why it can't run here, or None."""
+        try:
+            self._probe = probe = self._probe or self._operation.probe(self._cell.bucket.high, self._spec)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            return f"out of memory in preparation: {_first_line(error)}"
+        self._progress()
+        run, reason = self._attempt(lambda: probe.bind(tactic))
+        if run is not None:
+            self._bound[tactic] = run
+        return reason
+
+    def run_counted(self, tactic: Tactic, windows: int, calls: int) -> Measurement:
+        """Check and time a bound collective tactic by runs whose number is the same on all ranks: copies, then windows * calls.
+
+        A failure ends this rank's part; its peers' waits on the device are bounded by the tactic itself.
+        """
+        probe, run = self._probe, self._bound[tactic]
+        assert probe is not None, "run_counted follows bind"
+        journaled = self._journal.running(journal_key(self._cell, tactic)) if self._journal else nullcontext()
+        self._progress()
+        with journaled:
+            fault, raised = self._attempt(lambda: probe.check(run))
+        if (reason := raised or fault) is not None:
+            return Failed(reason)
+        clock, reason = self._attempt(lambda: make_clock(self._policy, run, probe.copies, self._operation.device))
+        times: list[float] = []
+        while clock is not None and len(times) < windows:
+            self._progress()
+            elapsed, reason = self._attempt(lambda: clock.window(calls))
+            if elapsed is None:
+                break
+            times.append(elapsed)
+        return Failed(reason) if reason is not None else Timed(statistics.median(times), (max(times) - min(times)) / 2, len(times))
+
+    def _attempt(self, action: Callable[[], T]) -> tuple[T | None, str | None]:
+        """What `action` gives, or the reason why this candidate is out."""
+        try:
+            return action(), None
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            return None, f"out of memory in preparation: {_first_line(error)}"
+        except (TypeError, AttributeError, NameError, AssertionError):
+            raise  # a bug, not a property of this candidate: it must be seen
+        except Exception as error:  # kernels and compilers raise types of their own; the record keeps the reason
+            return None, f"{type(error).__name__}: {_first_line(error)}"
+
     def _prepare_one(self, probe: Probe, tactic: Tactic) -> str | None:
         """The reason why `tactic` is out, or None."""
-        device = self._operation.device
-        try:
+
+        def prepare() -> str | None:
+            device = self._operation.device
             run = probe.bind(tactic)
-            reason = probe.check(run)
-            if reason is not None:
-                return reason
+            if (fault := probe.check(run)) is not None:
+                return fault
             start = time.perf_counter_ns()
             run(0)
             _synchronize(device)
             self._call_us[tactic] = max((time.perf_counter_ns() - start) / 1e3, 1.0)
             self._clocks[tactic] = make_clock(self._policy, run, probe.copies, device)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            return f"out of memory in preparation: {_first_line(error)}"
-        except (TypeError, AttributeError, NameError, AssertionError):
-            raise  # a bug, not a property of this candidate: it must be seen
-        except Exception as error:  # kernels and compilers raise types of their own; the record keeps the reason
-            return f"{type(error).__name__}: {_first_line(error)}"
-        return None
+            return None
+
+        fault, raised = self._attempt(prepare)
+        return raised or fault
 
     def _sweep(self, ready: list[Tactic], sweeps: int) -> tuple[dict[Tactic, list[float]], bool]:
         """`sweeps` visits of every candidate, each time starting at another one, so that drift hits all alike."""

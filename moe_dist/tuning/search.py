@@ -56,6 +56,13 @@ class Race:
             if ratio > limit and tactic != self.default:
                 self._reject(tactic, f"{ratio:.2f}x the best after round {self._rounds - 1}")
 
+    def enter(self, tactic: Tactic, measured: Measurement) -> None:
+        """A tactic that was timed outside the rounds, because its runs are counted alike on all ranks."""
+        self.alive.append(tactic)
+        self._times[tactic] = [measured.median_us] if isinstance(measured, Timed) else []
+        if not isinstance(measured, Timed):
+            self._reject(tactic, measured.reason if isinstance(measured, Failed) else "timed on no rank")
+
     def stop(self, reason: str) -> None:
         """The budget ended before this race did: an incomplete candidate cannot win."""
         self._complete = False

@@ -27,6 +27,7 @@ from moe_dist.tuning.journal import Journal
 from moe_dist.tuning.measure import CellMeasurer, journal_key
 from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.problem import (
+    Abstain,
     Bucket,
     BucketLadder,
     Cell,
@@ -47,6 +48,9 @@ from moe_dist.tuning.problem import (
 from moe_dist.tuning.search import Race, Standing, finalists
 
 log = logging.getLogger("moe_dist.tuning")
+
+# Calls in one window of a collective tactic: fixed, since a rank that calls once more than its peers waits for ever.
+COLLECTIVE_CALLS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,14 +147,14 @@ class TunePass:
             agreed = self._agree()
             to_tune = [cell for cell in agreed.cells if cell.serve is None]
             if self._settings.strategy == "reload":
-                outcome = self._conclude(agreed, *self._tune_apart(to_tune, agreed.number))
+                # Who talks to peers can't be tuned apart: such cells are reduced, whatever the strategy.
+                together = [cell for cell in to_tune if any(tactic.collective for tactic in cell.tactics)]
+                apart, entries = self._tune_apart([cell for cell in to_tune if cell not in together], agreed.number)
+                decided = apart + self._tune_together(together, self._reduce)
             else:
-                measure = self._reduce if self._settings.strategy == "reduce" else self._shard
-                decided = []
-                for index, cell in enumerate(to_tune):
-                    self._on_progress(ProgressEvent("measure", index, len(to_tune), cell.cell))
-                    decided.append(measure(index, cell))
-                outcome = self._conclude(agreed, decided, {})
+                entries = {}
+                decided = self._tune_together(to_tune, self._reduce if self._settings.strategy == "reduce" else self._shard)
+            outcome = self._conclude(agreed, decided, entries)
             self._on_progress(ProgressEvent("commit", len(to_tune), len(to_tune)))
             group.commit(outcome.epoch.digest)
         except (SettingsDiffer, NothingRunnable, PassAborted):
@@ -278,21 +282,29 @@ class TunePass:
         settings, group = self._settings, self._group
         return CellMeasurer(operation, planned.cell, settings.policy, settings.probe, journal=self._journal, progress=group.progress)
 
+    def _tune_together(self, to_tune: Sequence[plan.PlannedCell], measure: Callable[[int, plan.PlannedCell], Decided]) -> list[Decided]:
+        decided = []
+        for index, planned in enumerate(to_tune):
+            self._on_progress(ProgressEvent("measure", index, len(to_tune), planned.cell))
+            decided.append(measure(index, planned))
+        return decided
+
     def _reduce(self, index: int, planned: plan.PlannedCell) -> Decided:
         """Every rank times every candidate; drops, budget and winner follow from the reduced times."""
         measurer = self._measurer(planned)
+        local = [tactic for tactic in planned.tactics if not tactic.collective]
         if measurer is not None:
-            measurer.prepare(planned.tactics)
-        return self._race(f"measure-{index}", planned, planned.tactics, measurer)
+            measurer.prepare(local)
+        return self._race(f"measure-{index}", planned, local, measurer)
 
     def _shard(self, index: int, planned: plan.PlannedCell) -> Decided:
         """Ranks split the candidates, each also timing the default; the best by ratio are then timed by all."""
         measurer = self._measurer(planned)
-        others = planned.tactics[1:] if planned.tactics[0] == planned.default else planned.tactics
+        others = [tactic for tactic in planned.tactics if tactic != planned.default and not tactic.collective]
         measured: Mapping[Tactic, Measurement] = {}
         if measurer is not None:
             place, ranks = planned.ranks.index(self._group.rank), len(planned.ranks)
-            mine = [planned.default, *others[place::ranks]]
+            mine = [*([planned.default] if not planned.default.collective else []), *others[place::ranks]]
             measurer.prepare(mine)
             race, failed_here = self._race_alone(measurer, mine, planned.default)
             standings = [standing for tactic in mine if (standing := race.standing(tactic)) is not None]
@@ -304,7 +316,7 @@ class TunePass:
             for tactic, ratio in converge.reduce_ratios(words, planned.tactics, planned.default).items()
             if tactic not in failed
         }
-        final = finalists(ratios, planned.default)
+        final = [tactic for tactic in finalists(ratios, planned.default) if not tactic.collective]
         if measurer is not None and not self._spent:
             measurer.prepare(final)
         decided = self._race(f"final-{index}", planned, final, measurer)
@@ -322,9 +334,24 @@ class TunePass:
                 race.feed(converge.reduce_round(words, race.alive, self._settings.objective, self._group.names))
             else:
                 race.stop("the time budget ended before it was timed to the end")
+        self._time_collectives(step, planned, race, measurer)
         return Decided(
             planned.cell, planned.default, race.winner(), race.standing(planned.default), (*planned.rejected, *race.rejected.items())
         )
+
+    def _time_collectives(self, step: str, planned: plan.PlannedCell, race: Race, measurer: CellMeasurer | None) -> None:
+        """Tactics that talk to peers: all ranks are ready or none launches, and all launch the same number of times; never raced."""
+        policy, names = self._settings.policy, self._group.names
+        for at, tactic in enumerate(tactic for tactic in planned.tactics if tactic.collective):
+            spent = self._spent
+            reason = measurer.bind(tactic) if measurer is not None and not spent else "this rank has no time or no such problem"
+            ready = [word.decode() for word in self._group.exchange(f"{step}-ready-{at}", (reason or "").encode())]
+            against = [f"rank {name}: {said}" for name, said in zip(names, ready, strict=True) if said]
+            measured: Measurement = Failed(against[0]) if against else Abstain()
+            if measurer is not None and not against:
+                measured = measurer.run_counted(tactic, policy.rounds * policy.sweeps, COLLECTIVE_CALLS)
+            words = self._exchange(f"{step}-collective-{at}", [tactic], {tactic: measured})
+            race.enter(tactic, converge.reduce_round(words, [tactic], self._settings.objective, names)[tactic])
 
     def _race_alone(self, measurer: CellMeasurer, tactics: Sequence[Tactic], default: Tactic) -> tuple[Race, dict[Tactic, Measurement]]:
         """All rounds on this rank alone: the race, and the candidates that failed in it."""
