@@ -7,11 +7,11 @@ Owns what is kept in memory when a write fails, the one warning, and the pause b
 from __future__ import annotations
 
 import abc
-import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
+from typing import TypeVar
 
 from moe_dist.stores.base import check_key, check_value
 
@@ -19,7 +19,14 @@ log = logging.getLogger("moe_dist.stores")
 
 
 class Unavailable(Exception):
-    """The medium can't do this now; the message says why, without secrets."""
+    """The medium can't do this now; the message says why, without secrets. rest: nor can it do anything else."""
+
+    def __init__(self, reason: str, *, rest: bool = False) -> None:
+        super().__init__(reason)
+        self.rest = rest
+
+
+_T = TypeVar("_T")
 
 
 class Kept:
@@ -43,7 +50,7 @@ class Kept:
 
 
 class DegradingStore(abc.ABC):
-    """Implements the contract over a medium. retry_after: how long a medium that failed is left alone."""
+    """Implements the contract over a medium. retry_after: how long a medium that can't be reached is left alone."""
 
     def __init__(self, url: str, *, retry_after: timedelta = timedelta(0)) -> None:
         self.url = url
@@ -64,7 +71,7 @@ class DegradingStore(abc.ABC):
     def _remove(self, key: str) -> None: ...
 
     @abc.abstractmethod
-    def _scan(self, prefix: str) -> Iterable[str]: ...
+    def _scan(self, prefix: str) -> Collection[str]: ...
 
     @abc.abstractmethod
     def close(self) -> None: ...
@@ -74,53 +81,49 @@ class DegradingStore(abc.ABC):
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
         wanted = list(dict.fromkeys(map(check_key, keys)))
-        found: dict[str, bytes] = {}
-        with self._reaching():
-            found = self._read(wanted)
-        return self._kept.over(found, wanted)
+        _, found = self._reach(lambda: self._read(wanted))
+        return self._kept.over(found or {}, wanted)
 
     def put(self, key: str, value: bytes) -> bool:
         check_key(key)
         check_value(value)
-        with self._reaching():
-            self._write(key, value)
-            self._kept.values.pop(key, None)
-            return True
-        self._kept.values[key] = bytes(value)
-        return False
+        durable, _ = self._reach(lambda: self._write(key, value))
+        self._keep(key, bytes(value), durable)
+        return durable
 
     def delete(self, key: str) -> None:
         check_key(key)
-        with self._reaching():
-            self._remove(key)
-            self._kept.values.pop(key, None)
-            return
-        self._kept.values[key] = None
+        done, _ = self._reach(lambda: self._remove(key))
+        self._keep(key, None, done)
 
     def list(self, prefix: str) -> list[str]:
         if prefix:
             check_key(prefix)
-        listed: list[str] = []
-        with self._reaching():
-            listed = list(self._scan(prefix))
-        return self._kept.over_listing(listed, prefix)
+        _, listed = self._reach(lambda: self._scan(prefix))
+        return self._kept.over_listing(listed or [], prefix)
 
-    @contextlib.contextmanager
-    def _reaching(self) -> Iterator[None]:
-        """Swallow `Unavailable`, after noting it; a medium in its pause counts as unavailable at once."""
+    def _keep(self, key: str, value: bytes | None, done: bool) -> None:
+        if done:
+            self._kept.values.pop(key, None)
+        else:
+            self._kept.values[key] = value
+
+    def _reach(self, action: Callable[[], _T]) -> tuple[bool, _T | None]:
+        """(True, what `action` returns), or (False, None) where the medium can't, after noting why."""
+        if time.monotonic() < self._down_until_s:
+            return False, None
+        self.degraded = None
         try:
-            if time.monotonic() < self._down_until_s:
-                raise Unavailable(self.degraded or "resting after a failure")
-            self.degraded = None
-            yield
+            return True, action()
         except Unavailable as error:
+            if error.rest:
+                self._down_until_s = time.monotonic() + self._retry_after_s
             self._note(str(error))
+            return False, None
 
     def _note(self, reason: str) -> None:
         """Remember that the medium failed; warn the first time."""
         self.degraded = reason
-        if time.monotonic() >= self._down_until_s:
-            self._down_until_s = time.monotonic() + self._retry_after_s
         if not self._warned:
             self._warned = True
             log.warning("store %s: %s. Going on in memory: what it does not take is lost when this process ends.", self.url, reason)

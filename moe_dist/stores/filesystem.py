@@ -81,10 +81,12 @@ class FilesystemStore(DegradingStore):
             if error.errno not in _NOT_OURS:
                 raise Unavailable(_words(error)) from error
 
-    def _scan(self, prefix: str) -> Iterator[str]:
+    def _scan(self, prefix: str) -> list[str]:
+        keys = []
         for folder, name in _walk(f"{self._root}/{prefix}" if prefix else self._root, self._note):
             if name.endswith(SUFFIX) and SEGMENT.fullmatch(name, 0, len(name) - len(SUFFIX)):
-                yield f"{folder[len(self._root) + 1 :]}/{name[: -len(SUFFIX)]}".removeprefix("/")
+                keys.append(f"{folder}/{name}"[len(self._root) + 1 : -len(SUFFIX)])
+        return keys
 
     def _sweep(self) -> None:
         """Remove the temporary files of dead writers."""

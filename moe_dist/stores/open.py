@@ -7,16 +7,19 @@ import urllib.parse
 from moe_dist.errors import StoreError
 from moe_dist.stores.base import Store
 from moe_dist.stores.filesystem import FilesystemStore
+from moe_dist.stores.layered import LayeredStore
 from moe_dist.stores.memory import MemoryStore
+from moe_dist.stores.redis import SCHEMES as REDIS_SCHEMES
+from moe_dist.stores.redis import RedisStore
 
-SCHEMES = ("memory:", "file:///path", "a plain path")
+FORMS = ("memory:", "file:///path", "a plain path", *(f"{scheme}://" for scheme in REDIS_SCHEMES), "layered:LOCAL,SHARED")
 
 
 def open_store(url: str) -> Store:
     """The store that `url` names. StoreError: the URL can't be understood; a disk or server that is gone is no error here."""
-    scheme, colon, _ = url.partition(":")
+    scheme, colon, rest = url.partition(":")
     if not url:
-        raise StoreError(f"the store URL is empty; use one of {', '.join(SCHEMES)}")
+        raise StoreError(f"the store URL is empty; use one of {', '.join(FORMS)}")
     if not colon or "/" in scheme:
         return FilesystemStore(url)
     if url == "memory:":
@@ -24,6 +27,13 @@ def open_store(url: str) -> Store:
     if scheme == "file":
         parts = urllib.parse.urlsplit(url)
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-            raise StoreError(f"store URL {url!r} names no local path; write file:///absolute/path")
+            raise StoreError(f"store URL file:{parts.path!r} names no local path; write file:///absolute/path")
         return FilesystemStore(urllib.parse.unquote(parts.path))
-    raise StoreError(f"store scheme {scheme + colon!r} is unknown; use one of {', '.join(SCHEMES)}")
+    if scheme in REDIS_SCHEMES and rest.startswith("//"):
+        return RedisStore.from_url(url)
+    if scheme == "layered":
+        local, comma, shared = rest.partition(",")
+        if not comma:
+            raise StoreError("a layered store needs two, the local one first: layered:/local/directory,redis://host:6379/0")
+        return LayeredStore(open_store(local), open_store(shared))
+    raise StoreError(f"store scheme {scheme + colon!r} is unknown; use one of {', '.join(FORMS)}")

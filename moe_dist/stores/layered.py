@@ -1,0 +1,102 @@
+"""Stores made of stores: a local one over a shared one, and one that is never written.
+
+Owns no medium and no degradation of its own: each layer keeps the contract by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moe_dist.stores.base import Store, check_key, check_value
+from moe_dist.stores.degrade import Kept
+
+
+class LayeredStore:
+    """A local store (a directory of this host) over a shared one (Redis, a directory that all hosts mount).
+
+    The shared one is asked first and what it has is kept locally; the local one answers what the shared one has not, or can't
+    say because it is gone, was emptied or has expired it. `put` is True when the shared one took it. `delete` removes from both,
+    but not from what other hosts keep locally: there the value may still be found. That is harmless to agreement: a plan takes
+    bytes that all ranks were shown, wherever one rank had them from.
+    """
+
+    def __init__(self, local: Store, shared: Store) -> None:
+        self.local = local
+        self.shared = shared
+
+    @property
+    def url(self) -> str:
+        return f"layered:{self.local.url},{self.shared.url}"
+
+    @property
+    def degraded(self) -> str | None:
+        return self.shared.degraded
+
+    def get(self, key: str) -> bytes | None:
+        return self.get_many([key]).get(key)
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
+        wanted = list(keys)
+        shared = self.shared.get_many(wanted)
+        local = self.local.get_many(wanted)
+        for key, value in shared.items():
+            if local.get(key) != value:
+                self.local.put(key, value)
+        return local | shared
+
+    def put(self, key: str, value: bytes) -> bool:
+        self.local.put(key, value)
+        return self.shared.put(key, value)
+
+    def delete(self, key: str) -> None:
+        self.shared.delete(key)
+        self.local.delete(key)
+
+    def list(self, prefix: str) -> list[str]:
+        return sorted({*self.shared.list(prefix), *self.local.list(prefix)})
+
+    def close(self) -> None:
+        self.local.close()
+        self.shared.close()
+
+    def __repr__(self) -> str:
+        return f"LayeredStore({self.local!r}, {self.shared!r})"
+
+
+class ReadOnlyStore:
+    """Reads a store and never writes it; what is put or deleted is so for this process alone, and `put` is False."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._kept = Kept()
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    @property
+    def degraded(self) -> str | None:
+        return self.store.degraded
+
+    def get(self, key: str) -> bytes | None:
+        return self.get_many([key]).get(key)
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
+        wanted = list(keys)
+        return self._kept.over(self.store.get_many(wanted), wanted)
+
+    def put(self, key: str, value: bytes) -> bool:
+        self._kept.values[check_key(key)] = bytes(check_value(value))
+        return False
+
+    def delete(self, key: str) -> None:
+        self._kept.values[check_key(key)] = None
+
+    def list(self, prefix: str) -> list[str]:
+        return self._kept.over_listing(self.store.list(prefix), prefix)
+
+    def close(self) -> None:
+        self.store.close()
+
+    def __repr__(self) -> str:
+        return f"ReadOnlyStore({self.store!r})"

@@ -1,0 +1,303 @@
+"""A store on a Redis server (Valkey and the like), over redis-py; the extra `moe-dist[redis]`.
+
+    redis://[user:password@]host[:port][/db]            rediss:// the same over TLS
+    unix://[user:password@]/path/to/socket[?db=0]
+    redis+sentinel://[user:password@]host[:port],host[:port].../service[/db]
+    redis+cluster://[user:password@]host[:port],host[:port]...       rediss+sentinel:// and rediss+cluster:// over TLS
+
+Query parameters: `prefix` of the keys ("moe_dist"), `ttl` in seconds (none), `timeout` in seconds of a connect, a read or a
+write (2), `db`, `ca` (a file of certificates to trust), `cert` and `key` (files of our own), `verify` (yes, no),
+`sentinel_user` and `sentinel_password`.
+
+Key a/b/c is the string PREFIX:{a/b}/c. The braces are a hash tag: on a cluster the keys of one folder lie in one slot, so an
+environment's entries are read in bulk from one node. A value is one SET, an epoch with its entries included, so a reader sees
+all of it or none. No call waits longer than three timeouts before the server is left alone for a while; a listing of a large
+database may take `_SCAN_LIMIT_S`. Nothing that this module says contains a password.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from moe_dist.errors import StoreError
+from moe_dist.stores.base import SEGMENT
+from moe_dist.stores.degrade import DegradingStore, Unavailable
+
+SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
+PARAMETERS = ("prefix", "ttl", "timeout", "db", "ca", "cert", "key", "verify", "sentinel_user", "sentinel_password")
+_PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,64}")  # nothing that SCAN's patterns or a hash tag would take for its own
+_PORTS = {"sentinel": 26379}
+_CHUNK = 1000  # keys a trip: a reply of a few MB, which holds the server for milliseconds
+_ATTEMPTS = 3
+_SCAN_LIMIT_S = 30.0
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RedisAddress:
+    """What a URL says. hosts: one for a plain server, seeds for Sentinel and Cluster, none for a socket `path`."""
+
+    kind: str  # "", "sentinel" or "cluster"
+    tls: bool = False
+    hosts: tuple[tuple[str, int], ...] = ()
+    path: str | None = None
+    service: str = ""
+    db: int = 0
+    user: str | None = None
+    password: str | None = dataclasses.field(default=None, repr=False)
+    sentinel_user: str | None = None
+    sentinel_password: str | None = dataclasses.field(default=None, repr=False)
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    verify: bool = True
+    prefix: str = "moe_dist"
+    ttl: timedelta | None = None
+    timeout: timedelta = timedelta(seconds=2)
+
+    @classmethod
+    def parse(cls, url: str) -> RedisAddress:
+        """StoreError: not one of the forms above; the message holds no password."""
+        scheme, _, rest = url.partition("://")
+        where, _, query = rest.partition("?")
+        login, _, place = where.rpartition("@")
+        if "@" in query:
+            raise StoreError(f"store URL {scheme}://...: a '?' inside a user or password must be written %3F")
+
+        def wrong(what: str) -> StoreError:
+            return StoreError(f"store URL {scheme}://{place}: {what}")
+
+        if scheme not in SCHEMES:
+            raise wrong(f"the scheme is none of {', '.join(SCHEMES)}")
+        base, _, kind = scheme.partition("+")
+        given = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+        if unknown := sorted(set(given) - set(PARAMETERS)):
+            raise wrong(f"unknown parameter {', '.join(unknown)}; known are {', '.join(PARAMETERS)}")
+        user, _, password = (urllib.parse.unquote(word) for word in login.partition(":"))
+        hosts, _, path = place.partition("/")
+        service, _, db = path.partition("/") if kind == "sentinel" else ("", "", path)
+        if kind == "sentinel" and not service:
+            raise wrong("name the service that the sentinels watch: redis+sentinel://host:26379/service/db")
+        try:
+            address = cls(
+                kind=kind,
+                tls=base == "rediss",
+                hosts=() if base == "unix" else tuple(_host_port(host, _PORTS.get(kind, 6379)) for host in hosts.split(",")),
+                path=urllib.parse.unquote("/" + path) if base == "unix" else None,
+                service=service,
+                db=int(given.get("db") or ("0" if base == "unix" else db) or 0),
+                user=user or None,
+                password=password or None,
+                sentinel_user=given.get("sentinel_user"),
+                sentinel_password=given.get("sentinel_password"),
+                ca=given.get("ca"),
+                cert=given.get("cert"),
+                key=given.get("key"),
+                verify={"yes": True, "no": False}[given.get("verify", "yes")],
+                prefix=given.get("prefix", cls.prefix),
+                ttl=timedelta(seconds=float(given["ttl"])) if "ttl" in given else None,
+                timeout=timedelta(seconds=float(given["timeout"])) if "timeout" in given else cls.timeout,
+            )
+        except (KeyError, ValueError, OverflowError) as error:
+            raise wrong(f"port, db, ttl or timeout is no number, or verify is neither yes nor no ({type(error).__name__})") from None
+        if kind == "cluster" and address.db:
+            raise wrong("a cluster has no databases; leave db out")
+        if not _PREFIX.fullmatch(address.prefix):
+            raise wrong(f"prefix {address.prefix!r}; use 1 to 64 letters, digits, '.', '_', ':' or '-'")
+        if address.ttl is not None and address.ttl < timedelta(seconds=1):
+            raise wrong("ttl is below a second")
+        if not timedelta(milliseconds=10) <= address.timeout <= timedelta(seconds=60):
+            raise wrong("timeout is outside 0.01 to 60 seconds")
+        return address
+
+    @property
+    def public(self) -> str:
+        """The URL without login and parameters."""
+        scheme = ("rediss" if self.tls else "redis") + (f"+{self.kind}" if self.kind else "")
+        hosts = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.hosts)
+        if self.path is not None:
+            return f"unix://{self.path}?db={self.db}"
+        return f"{scheme}://{hosts}" + (f"/{self.service}" if self.service else "") + ("" if self.kind == "cluster" else f"/{self.db}")
+
+    def secrets(self) -> list[str]:
+        return [secret for secret in (self.password, self.sentinel_password) if secret]
+
+    def connect(self) -> Any:
+        """A redis-py client that retries nothing by itself (the store does). ImportError: redis-py is missing."""
+        import redis
+        import redis.backoff
+        import redis.cluster
+        import redis.retry
+        import redis.sentinel
+
+        seconds = self.timeout.total_seconds()
+        tls = {"ssl": True, "ssl_ca_certs": self.ca, "ssl_certfile": self.cert, "ssl_keyfile": self.key}
+        if not self.verify:
+            tls |= {"ssl_cert_reqs": "none", "ssl_check_hostname": False}
+        common = {
+            "socket_timeout": seconds,
+            "socket_connect_timeout": seconds,
+            "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0),
+            **(tls if self.tls else {}),
+        }
+        login = {"username": self.user, "password": self.password}
+        if self.path is not None:
+            del common["socket_connect_timeout"]
+            return redis.Redis(unix_socket_path=self.path, db=self.db, **login, **common)
+        if self.kind == "sentinel":
+            sentinel_login = {"username": self.sentinel_user, "password": self.sentinel_password}
+            watchers = redis.sentinel.Sentinel(self.hosts, sentinel_kwargs={**sentinel_login, **common})
+            return watchers.master_for(self.service, db=self.db, **login, **common)
+        if self.kind == "cluster":
+            seeds = [redis.cluster.ClusterNode(host, port) for host, port in self.hosts]
+            return redis.cluster.RedisCluster(startup_nodes=seeds, **login, **common)
+        ((host, port),) = self.hosts
+        return redis.Redis(host=host, port=port, db=self.db, **login, **common)
+
+
+class RedisStore(DegradingStore):
+    """connect: makes a client (redis.Redis or redis.RedisCluster), at the first use and after a failure to make one.
+
+    url: fit for logs. cluster: the client talks to a cluster, whose bulk reads stay within a slot. ttl: None: values stay.
+    secrets: words that no message may hold. retry_after: how long a server that failed is left alone.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Any],
+        *,
+        url: str,
+        prefix: str = "moe_dist",
+        ttl: timedelta | None = None,
+        timeout: timedelta = timedelta(seconds=2),
+        cluster: bool = False,
+        secrets: Sequence[str] = (),
+        retry_after: timedelta = timedelta(seconds=30),
+    ) -> None:
+        super().__init__(url, retry_after=retry_after)
+        self._connect = connect
+        self._client: Any = None
+        self._prefix = prefix
+        self._ttl_ms = None if ttl is None else round(ttl.total_seconds() * 1000)
+        self._limit_s = _ATTEMPTS * timeout.total_seconds()
+        self._cluster = cluster
+        self._secrets = secrets
+
+    @classmethod
+    def from_url(cls, url: str, *, retry_after: timedelta = timedelta(seconds=30)) -> RedisStore:
+        """StoreError: the URL is wrong, or redis-py is not installed. Does not connect."""
+        address = RedisAddress.parse(url)
+        try:
+            import redis  # noqa: F401
+        except ImportError:
+            raise StoreError(f"store {address.public} needs redis-py; install moe-dist[redis]") from None
+        return cls(
+            address.connect,
+            url=address.public,
+            prefix=address.prefix,
+            ttl=address.ttl,
+            timeout=address.timeout,
+            cluster=address.kind == "cluster",
+            secrets=address.secrets(),
+            retry_after=retry_after,
+        )
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _read(self, keys: list[str]) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+        for chunk in self._chunks(keys):
+            names = [self._name(key) for key in chunk]
+            values = self._call(functools.partial(_mget, names))
+            found.update((key, value) for key, value in zip(chunk, values, strict=True) if value is not None)
+        return found
+
+    def _write(self, key: str, value: bytes) -> None:
+        self._call(lambda client: client.set(self._name(key), value, px=self._ttl_ms))
+
+    def _remove(self, key: str) -> None:
+        self._call(lambda client: client.delete(self._name(key)))
+
+    def _scan(self, prefix: str) -> set[str]:
+        """{prefix} and {prefix/...} are the tags that a key under `prefix` can have."""
+        pattern = f"{self._prefix}:{{{prefix}[}}/]*" if prefix else f"{self._prefix}:{{*"
+        deadline_s = time.monotonic() + _SCAN_LIMIT_S
+
+        def scan(client: Any) -> set[str]:
+            keys = set()
+            for name in client.scan_iter(match=pattern, count=_CHUNK):
+                if (key := self._key(name)) is not None:
+                    keys.add(key)
+                if time.monotonic() > deadline_s:
+                    raise Unavailable(f"SCAN took more than {_SCAN_LIMIT_S:.0f} s; give moe_dist a database of its own")
+            return keys
+
+        return self._call(scan)
+
+    def _name(self, key: str) -> str:
+        folder, _, name = key.rpartition("/")
+        return f"{self._prefix}:{{{folder}}}/{name}"
+
+    def _key(self, name: bytes) -> str | None:
+        """None: a key of somebody else that looks like ours."""
+        folder, closing, last = name.decode("ascii", "replace").removeprefix(f"{self._prefix}:{{").rpartition("}/")
+        key = f"{folder}/{last}" if folder else last
+        return key if closing and all(SEGMENT.fullmatch(segment) for segment in key.split("/")) else None
+
+    def _chunks(self, keys: list[str]) -> Iterator[list[str]]:
+        groups: dict[str, list[str]] = {}
+        for key in keys:
+            groups.setdefault(key.rpartition("/")[0] if self._cluster else "", []).append(key)
+        for group in groups.values():
+            yield from (group[at : at + _CHUNK] for at in range(0, len(group), _CHUNK))
+
+    def _call(self, command: Callable[[Any], _T]) -> _T:
+        """Unavailable: the server can't be reached within the limit (it then rests), or refuses."""
+        import redis
+
+        deadline_s = time.monotonic() + self._limit_s
+        for attempt in range(_ATTEMPTS):
+            try:
+                if self._client is None:
+                    self._client = self._connect()
+                return command(self._client)
+            except redis.ConnectionError as error:  # refused, reset, closed, loading, a wrong password
+                last: Exception = error
+            except (redis.TimeoutError, redis.exceptions.RedisClusterException, OSError) as error:
+                last = error
+            except redis.RedisError as error:  # the server answers, and says no: read-only, out of memory, no permission
+                raise Unavailable(self._words(error)) from None
+            if isinstance(last, redis.AuthenticationError) or time.monotonic() > deadline_s:
+                break
+            time.sleep(0.05 * 2**attempt)
+        raise Unavailable(self._words(last), rest=True) from None
+
+    def _words(self, error: Exception) -> str:
+        words = f"{type(error).__name__}: {error}"
+        for secret in self._secrets:
+            for form in (secret, urllib.parse.quote(secret, safe="")):
+                words = words.replace(form, "***")
+        return words
+
+
+def _mget(names: list[str], client: Any) -> list[bytes | None]:
+    values: list[bytes | None] = client.mget(names)
+    return values
+
+
+def _host_port(text: str, default_port: int) -> tuple[str, int]:
+    """ValueError: no host, or the port is no port."""
+    matched = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]/]+))(?::(\d{1,5}))?", text)
+    if not matched or not 0 < int(matched[3] or default_port) < 65536:
+        raise ValueError("no host and port")
+    return matched[1] or matched[2], int(matched[3] or default_port)

@@ -1,0 +1,420 @@
+"""The store on a server: how it is addressed, and what a server can do to it. All servers are real but two that no real one can be."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import redis
+from redis_server import RedisServer, TlsEnd, free_port
+
+from moe_dist.errors import StoreError
+from moe_dist.stores.open import open_store
+from moe_dist.stores.redis import RedisAddress, RedisStore
+
+SECRET = "s3cret/+@!"
+ENCODED = "s3cret%2F%2B%40%21"
+AT_ONCE = timedelta(0)
+
+
+def url_of(server, query="timeout=20", login="", db=0):
+    return f"redis://{login}127.0.0.1:{server.port}/{db}?{query}"
+
+
+def warnings_of(caplog):
+    return [record for record in caplog.records if record.name == "moe_dist.stores" and record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def no_secret(caplog, capfd):
+    """Everything that is logged or printed, by anybody, at any level; none of it may hold the password."""
+    caplog.set_level(logging.DEBUG)
+    yield
+    printed = capfd.readouterr()
+    for text in (caplog.text, printed.out, printed.err):
+        assert SECRET not in text
+        assert ENCODED not in text
+
+
+# --- addresses
+
+
+@pytest.mark.parametrize(
+    ("url", "public", "fields"),
+    [
+        ("redis://host", "redis://host:6379/0", {"hosts": (("host", 6379),)}),
+        ("redis://[::1]:7000/3", "redis://[::1]:7000/3", {"hosts": (("::1", 7000),), "db": 3}),
+        ("redis://host?db=2&prefix=p&ttl=60&timeout=0.5", "redis://host:6379/2", {"db": 2, "prefix": "p", "ttl": timedelta(minutes=1), "timeout": timedelta(milliseconds=500)}),
+        (f"rediss://user:{ENCODED}@host:1/0?ca=/ca.pem&verify=no", "rediss://host:1/0", {"tls": True, "user": "user", "password": SECRET, "ca": "/ca.pem", "verify": False}),
+        (f"redis://:{SECRET}@host", "redis://host:6379/0", {"user": None, "password": SECRET}),  # written without %, but for its '/' and '@' it can be told
+        ("unix:///run/redis.sock?db=1", "unix:///run/redis.sock?db=1", {"path": "/run/redis.sock", "db": 1}),
+        ("redis+sentinel://a,b:1/main/2", "redis+sentinel://a:26379,b:1/main/2", {"kind": "sentinel", "service": "main", "db": 2}),
+        ("rediss+sentinel://a/main?sentinel_password=x", "rediss+sentinel://a:26379/main/0", {"sentinel_password": "x", "tls": True}),
+        ("redis+cluster://a:1,b:2", "redis+cluster://a:1,b:2", {"kind": "cluster", "hosts": (("a", 1), ("b", 2))}),
+    ],
+)  # fmt: skip
+def test_an_address_is_what_the_url_says(url, public, fields):
+    address = RedisAddress.parse(url)
+    assert {name: getattr(address, name) for name in fields} == fields
+    assert address.public == public
+    assert SECRET not in repr(address)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        (f"redis://u:{ENCODED}@host:port/0", "store URL redis://host:port/0: port, db, ttl or timeout is no number"),
+        (f"redis://u:{ENCODED}@host:99999", "port, db, ttl"),
+        (f"redis://u:{ENCODED}@", "port, db, ttl"),
+        (f"redis://u:{ENCODED}@host/zero", "port, db, ttl"),
+        (f"redis://u:{ENCODED}@host?ttl=soon", "port, db, ttl"),
+        (f"redis://u:{ENCODED}@host?verify=maybe", "verify is neither yes nor no"),
+        (f"redis://u:{ENCODED}@host?ttl=0.5", "ttl is below a second"),
+        (f"redis://u:{ENCODED}@host?timeout=1e9", "timeout is outside 0.01 to 60 seconds"),
+        (f"redis://u:{ENCODED}@host?timeout=nan", "port, db, ttl"),
+        (f"redis://u:{ENCODED}@host?prefix=a{{b", "prefix 'a{b'; use 1 to 64 letters"),
+        (f"redis://u:{ENCODED}@host?pasword=x&ttl=9", "unknown parameter pasword; known are prefix, ttl"),
+        (f"redis://u:?{SECRET}@host", "must be written %3F"),
+        (f"redis+sentinel://u:{ENCODED}@host", "name the service"),
+        (f"redis+cluster://u:{ENCODED}@host/1", "a cluster has no databases"),
+    ],
+)
+def test_a_wrong_url_is_refused_without_its_password(url, message):
+    with pytest.raises(StoreError) as caught:
+        open_store(url)
+    assert message in str(caught.value)
+    for secret in (SECRET, ENCODED):
+        assert secret not in str(caught.value)
+        assert secret not in repr(caught.value)
+
+
+def test_an_unknown_scheme_lists_the_schemes_without_the_password():
+    with pytest.raises(StoreError, match=r"scheme 'reddis:' is unknown; use one of memory:, .*redis\+cluster://") as caught:
+        open_store(f"reddis://u:{ENCODED}@host")
+    assert ENCODED not in str(caught.value)
+
+
+def test_without_redis_py_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "redis", None)
+    with pytest.raises(StoreError, match=r"redis://host:6379/0 needs redis-py; install moe-dist\[redis\]"):
+        open_store("redis://host")
+
+
+# --- what lies on the server
+
+
+def test_a_key_carries_its_folder_as_hash_tag_and_its_value_is_the_bytes_alone(server):
+    store = open_store(url_of(server, "prefix=job-1&timeout=20"))
+    for key in ("entries/e1/k1", "entries/e1/k2", "entries/e2/k1", "top"):
+        assert store.put(key, b"\x81\xa1v")
+    with server.client() as client:
+        names = sorted(client.scan_iter())
+        assert names == [b"job-1:{entries/e1}/k1", b"job-1:{entries/e1}/k2", b"job-1:{entries/e2}/k1", b"job-1:{}/top"]
+        assert client.get(names[0]) == b"\x81\xa1v"
+        assert client.ttl(names[0]) == -1
+
+
+def test_prefix_and_database_keep_stores_apart(server):
+    one, two, other = (open_store(url_of(server, f"prefix={prefix}&timeout=20", db=db)) for prefix, db in (("a", 0), ("b", 0), ("a", 3)))
+    assert one.put("x/y", b"1")
+    for store in (two, other):
+        assert store.get("x/y") is None
+        assert store.list("") == []
+    assert one.list("x") == ["x/y"]
+
+
+def test_a_ttl_is_set_and_renewed_by_the_next_put(server):
+    store = open_store(url_of(server, "ttl=1000&timeout=20"))
+    assert store.put("x/y", b"1")
+    with server.client() as client:
+        client.pexpire("moe_dist:{x}/y", 5)
+        assert store.put("x/y", b"2")
+        assert 900_000 < client.pttl("moe_dist:{x}/y") <= 1_000_000
+
+
+def test_strangers_keys_are_no_entries(server):
+    store = open_store(url_of(server))
+    store.put("x/y", b"1")
+    with server.client() as client:
+        client.mset(
+            {"other": 1, "moe_dist:{x}/UPPER": 1, "moe_dist:{x}": 1, "moe_dist:{x}/../y": 1, "moe_dist2:{x}/z": 1, b"moe_dist:{x}/\xff": 1}
+        )
+        client.rpush("moe_dist:{x}/queue", 1)  # a key of ours by its name, but a list
+    assert store.list("") == ["x/queue", "x/y"]
+    assert store.get_many(["x/queue", "x/y"]) == {"x/y": b"1"}
+    assert store.put("x/queue", b"2")
+    assert store.get("x/queue") == b"2"
+    assert store.degraded is None
+
+
+def test_more_keys_than_one_trip_takes(server):
+    store = open_store(url_of(server))
+    keys = [f"x/k{number}" for number in range(2500)]  # two full trips and a part
+    with server.client() as client:
+        client.mset({f"moe_dist:{{x}}/k{number}": number for number in range(2500)})
+    assert store.list("x") == sorted(keys)
+    assert store.get_many(keys) == {key: str(number).encode() for number, key in enumerate(keys)}
+
+
+# --- ways to reach one
+
+
+def test_a_unix_socket(server):
+    store = open_store(f"unix://{server.socket}?timeout=20")
+    assert store.put("x/y", b"1")
+    assert open_store(url_of(server)).get("x/y") == b"1"
+
+
+def test_a_password_and_a_user_of_an_access_list(no_secret):
+    with RedisServer(password=SECRET) as server:
+        store = open_store(url_of(server, login=f":{ENCODED}@"))
+        assert store.put("x/y", b"1")
+        with server.client() as client:
+            client.acl_setuser("moe", enabled=True, passwords=["+" + SECRET], keys=["moe_dist:*"], categories=["+@all"])
+        user = open_store(url_of(server, login=f"moe:{ENCODED}@"))
+        assert user.get("x/y") == b"1"
+        outside = open_store(url_of(server, "prefix=elsewhere&timeout=20", login=f"moe:{ENCODED}@"))
+        assert not outside.put("x/y", b"1")
+        assert "NoPermission" in outside.degraded
+        assert SECRET not in repr([store, user, outside]) + store.url
+
+
+def test_a_wrong_password_degrades_with_one_warning_and_without_retries(caplog, no_secret):
+    with RedisServer(password="right") as server:
+        store = open_store(url_of(server, login=f"u:{ENCODED}@"))
+        assert not store.put("x/y", b"1")
+        assert store.get("x/y") == b"1"
+        (warning,) = warnings_of(caplog)
+        assert f"store redis://127.0.0.1:{server.port}/0: AuthenticationError" in warning.getMessage()
+
+
+def test_tls_is_verified(server, no_secret):
+    with TlsEnd(server) as tls:
+        trusted = open_store(f"rediss://localhost:{tls.port}?ca={tls.ca}&timeout=20")
+        assert trusted.put("x/y", b"1")
+        assert trusted.get("x/y") == b"1"
+        unverified = open_store(f"rediss://localhost:{tls.port}?verify=no&timeout=20")
+        assert unverified.get("x/y") == b"1"
+        stranger = open_store(f"rediss://localhost:{tls.port}?timeout=20")
+        assert stranger.get("x/y") is None
+        assert "certificate" in stranger.degraded.lower()
+        plain = open_store(f"redis://localhost:{tls.port}?timeout=0.2")
+        assert plain.get("x/y") is None
+        assert plain.degraded is not None
+
+
+def test_sentinel_finds_the_master(tmp_path):
+    with RedisServer() as server:
+        config = tmp_path / "sentinel.conf"
+        config.write_text(f"sentinel monitor main 127.0.0.1 {server.port} 1\n")
+        with RedisServer(str(config), "--sentinel", mode="sentinel") as watcher:
+            store = open_store(f"redis+sentinel://127.0.0.1:{watcher.port}/main/1?timeout=20")
+            assert store.put("x/y", b"1")
+            assert open_store(url_of(server, db=1)).get("x/y") == b"1"
+            unknown = open_store(f"redis+sentinel://127.0.0.1:{watcher.port}/other?timeout=20")
+            assert not unknown.put("x/y", b"1")
+            assert "other" in unknown.degraded
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two masters, the slots split between them; a seed that does not answer stands first in the URL."""
+    with RedisServer("--cluster-enabled", "yes") as one, RedisServer("--cluster-enabled", "yes") as two:
+        with one.client() as first, two.client() as second:
+            first.execute_command("CLUSTER ADDSLOTSRANGE", 0, 8191)
+            second.execute_command("CLUSTER ADDSLOTSRANGE", 8192, 16383)
+            first.execute_command("CLUSTER MEET", "127.0.0.1", two.port)
+            until = time.monotonic() + 60
+            while not (_joined(first) and _joined(second)) and time.monotonic() < until:
+                time.sleep(0.05)
+        yield [one, two], f"redis+cluster://127.0.0.1:{free_port()},127.0.0.1:{two.port}?timeout=20"
+
+
+def _joined(client):
+    info = client.execute_command("CLUSTER INFO")
+    return info["cluster_state"] == "ok" and info["cluster_known_nodes"] == "2"
+
+
+def test_a_cluster(cluster):
+    servers, url = cluster
+    store = open_store(url)
+    values = {f"{folder}/k{number}": f"{folder}{number}".encode() for folder in ("a", "b", "c", "entries/e1") for number in range(5)}
+    for key, value in values.items():
+        assert store.put(key, value)
+    assert store.degraded is None
+    assert store.get_many(values) == values
+    assert store.list("") == sorted(values)
+    assert store.list("entries") == [f"entries/e1/k{number}" for number in range(5)]
+    store.delete("a/k0")
+    assert store.get("a/k0") is None
+    held = []
+    for server in servers:
+        with server.client() as client:
+            held.append({name.split(b"}")[0] for name in client.scan_iter()})
+    assert held[0]
+    assert held[1]
+    assert not held[0] & held[1]  # a folder lies on one node
+    store.close()
+
+
+def test_a_cluster_that_is_gone(caplog):
+    store = RedisStore.from_url(f"redis+cluster://127.0.0.1:{free_port()}?timeout=0.1")
+    assert not store.put("x/y", b"1")
+    assert store.list("x") == ["x/y"]
+    assert len(warnings_of(caplog)) == 1
+
+
+# --- what a server can do
+
+
+def test_a_server_that_is_not_there_degrades_to_memory_with_one_warning_that_names_it(caplog, no_secret):
+    port = free_port()
+    store = open_store(f"redis://u:{ENCODED}@127.0.0.1:{port}?timeout=0.2")
+    assert not store.put("x/y", b"1")
+    assert not store.put("x/z", b"2")
+    store.delete("x/z")
+    assert store.get_many(["x/y", "x/z"]) == {"x/y": b"1"}
+    assert store.list("x") == ["x/y"]
+    (warning,) = warnings_of(caplog)
+    assert f"store redis://127.0.0.1:{port}/0: ConnectionError" in warning.getMessage()
+    assert SECRET not in repr(store) + store.degraded
+
+
+def test_a_server_that_failed_is_left_alone_for_a_while():
+    attempts = []
+
+    def connect():
+        attempts.append(time.monotonic())
+        raise redis.ConnectionError("gone")
+
+    store = RedisStore(connect, url="redis://fake", retry_after=timedelta(seconds=3600))
+    for number in range(50):
+        assert not store.put(f"x/{number}", b"1")
+    assert len(attempts) == 3
+    store = RedisStore(connect, url="redis://fake", retry_after=AT_ONCE)
+    store.get("x/y")
+    store.get("x/y")
+    assert len(attempts) == 9
+
+
+def test_a_server_that_is_killed_and_comes_back(caplog):
+    with RedisServer() as server:
+        store = RedisStore.from_url(url_of(server, "timeout=1"), retry_after=AT_ONCE)
+        assert store.put("x/y", b"1")
+        server.stop()
+        assert store.get("x/y") is None
+        assert not store.put("x/z", b"2")
+        assert store.get("x/z") == b"2"
+        server.start()
+        assert store.put("x/y", b"3")
+        assert store.degraded is None
+        assert store.get("x/z") == b"2"  # this process still knows it
+        assert RedisStore.from_url(url_of(server)).list("x") == ["x/y"]
+        assert store.put("x/z", b"4")
+        assert RedisStore.from_url(url_of(server)).get("x/z") == b"4"
+        assert len(warnings_of(caplog)) == 1
+
+
+def test_a_restart_between_two_calls_is_not_noticed():
+    with RedisServer() as server:
+        store = open_store(url_of(server))
+        assert store.put("x/y", b"1")
+        server.stop()
+        server.start()
+        assert store.put("x/y", b"2")  # over a new connection, the pooled one was closed
+
+
+def test_a_server_that_is_stopped_and_continued(caplog):
+    with RedisServer() as server:
+        store = RedisStore.from_url(url_of(server, "timeout=0.2"), retry_after=AT_ONCE)
+        assert store.put("x/y", b"1")
+        server.send(signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            assert store.get("x/y") is None
+            assert not store.put("x/z", b"2")
+            waited_s = time.monotonic() - began
+        finally:
+            server.send(signal.SIGCONT)
+        assert waited_s < 30  # two calls of at most three timeouts each, on a machine that may be busy
+        assert "Timeout" in warnings_of(caplog)[0].getMessage()
+        assert len(warnings_of(caplog)) == 1
+        patient = open_store(url_of(server))
+        assert patient.get("x/y") == b"1"
+
+
+def test_a_full_server_refuses_writes_and_still_reads(caplog):
+    with RedisServer("--maxmemory-policy", "noeviction") as server:
+        store = open_store(url_of(server))
+        assert store.put("x/y", b"1")
+        with server.client() as client:
+            client.config_set("maxmemory", 1)
+            assert not store.put("x/z", b"2")
+            assert "OutOfMemory" in store.degraded
+            assert store.get_many(["x/y", "x/z"]) == {"x/y": b"1", "x/z": b"2"}
+            client.config_set("maxmemory", 0)
+        assert store.put("x/z", b"3")
+        assert len(warnings_of(caplog)) == 1
+
+
+def test_a_read_only_replica_refuses_writes_and_still_reads(caplog):
+    with RedisServer("--repl-diskless-sync-delay", "0") as master, RedisServer("--replicaof", "127.0.0.1", str(master.port)) as replica:
+        assert open_store(url_of(master)).put("x/y", b"1")
+        store = open_store(url_of(replica))
+        until = time.monotonic() + 60
+        while store.get("x/y") is None and time.monotonic() < until:
+            time.sleep(0.05)
+        assert store.get("x/y") == b"1"
+        caplog.clear()
+        assert not store.put("x/z", b"2")
+        assert "ReadOnly" in store.degraded
+        store.delete("x/y")
+        assert store.list("x") == ["x/z"]
+        assert open_store(url_of(master)).list("x") == ["x/y"]
+        assert len(warnings_of(caplog)) == 1
+
+
+@contextlib.contextmanager
+def fake_server(reply):
+    """Answers `reply` to whatever comes, or nothing at all."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = listener.accept()
+                with peer, contextlib.suppress(OSError):
+                    while peer.recv(1 << 16):
+                        if reply:
+                            peer.sendall(reply)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield listener.getsockname()[1]
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        f"-ERR unknown command 'AUTH', with args beginning with: '{SECRET}'\r\n".encode(),  # an old server, or a proxy, that quotes what it got
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",  # no server of this protocol
+        b"$-5\r\n",
+        b"",  # accepts and never answers
+    ],
+    ids=["quotes the password", "http", "nonsense", "silence"],
+)
+def test_a_strange_server(reply, caplog, no_secret):
+    with fake_server(reply) as port:
+        store = open_store(f"redis://:{ENCODED}@127.0.0.1:{port}?timeout=0.1")
+        assert store.get("x/y") is None
+        assert not store.put("x/y", b"1")
+        assert store.list("x") == ["x/y"]
+        assert SECRET not in repr(store) + store.degraded
+        assert len(warnings_of(caplog)) == 1
