@@ -3,7 +3,8 @@
 Owns reading and checking variables; knows no default of any config. cli and bench may import it, and `stores` for its
 default folder. Of ours it imports errors alone.
 
-Variables: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` (as torchrun sets them), `MOE_DIST_STORE` (URL of the store that the
+Variables: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT`,
+`TORCHELASTIC_USE_AGENT_STORE` (as torchrun sets them), `MOE_DIST_STORE` (URL of the store that the
 commands use when none is named), `XDG_CACHE_HOME`.
 """
 
@@ -54,9 +55,22 @@ def rank_settings(environ: Mapping[str, str] = os.environ) -> RankSettings:
     )
 
 
-def job_settings(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """The run's id and how often it was restarted, as torchrun sets them: part of every word that ranks exchange."""
-    return environ.get("TORCHELASTIC_RUN_ID", ""), _integer(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobSettings:
+    """The run's id and how often it was restarted: part of every word that ranks exchange. agent: the launcher serves the default store."""
+
+    run: str = ""
+    restart: int = 0
+    agent: bool = False
+
+
+def job_settings(environ: Mapping[str, str] = os.environ) -> JobSettings:
+    """What torchrun set; ConfigError: the restart count is no number."""
+    return JobSettings(
+        run=environ.get("TORCHELASTIC_RUN_ID", ""),
+        restart=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        agent=environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
+    )
 
 
 def default_store(environ: Mapping[str, str] = os.environ) -> str:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import msgpack
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from moe_dist.errors import ConfigError, GroupError, PassAborted, RankLost, RankWithdrawn, RendezvousLost, SettingsDiffer, TunerStateError
 
@@ -66,6 +66,8 @@ class RankGroup:
     store: the rendezvous, any torch.distributed Store that all ranks reach; the group adds its own prefix.
     rank, size: of this group. names: the global rank of each, for errors; default: the group's own.
     scope: equal on all ranks of this group and different from every other group on the same store.
+    host: the global rank whose process serves the rendezvous, None: it lives outside the ranks; when it dies with that rank,
+        `RendezvousLost` names the rank.
     progress_timeout: a rank is lost when it neither answers nor progresses for so long. cap: the same for a whole pass.
     """
 
@@ -77,6 +79,7 @@ class RankGroup:
         *,
         names: Sequence[int] | None = None,
         scope: str = "group",
+        host: int | None = None,
         progress_timeout: timedelta = PROGRESS_TIMEOUT,
         cap: timedelta = CAP,
     ) -> None:
@@ -87,6 +90,7 @@ class RankGroup:
         self.rank, self.size = rank, size
         self.names = tuple(names) if names is not None else tuple(range(size))
         self.dead: str | None = None
+        self._host = host
         # A connection of our own: the framework may hold the shared one's lock in a long wait.
         self._store, self._scope = store.clone(), scope  # type: ignore[attr-defined]
         self._progress_timeout, self._cap = progress_timeout.total_seconds(), cap.total_seconds()
@@ -117,11 +121,13 @@ class RankGroup:
         *,
         run: str = "",
         restart: int = 0,
+        agent: bool = False,
         progress_timeout: timedelta = PROGRESS_TIMEOUT,
         cap: timedelta = CAP,
     ) -> RankGroup:
         """The ranks of a torch process group, over a prefix of the store that group was made from; its own collectives stay untouched.
 
+        run, restart: the launcher's, part of every word. agent: the launcher serves the default store; else a TCPStore lives in rank 0.
         TunerStateError: this process is not in the group, or the group's store can't be found.
         """
         ranks = dist.get_process_group_ranks(group)
@@ -130,7 +136,11 @@ class RankGroup:
             raise TunerStateError(f"rank {me} is not in the group of ranks {ranks}; pass the group that this rank belongs to")
         store = _store_of(group)
         scope = f"moe_dist/{run}/{restart}/{'-'.join(map(str, ranks)) if len(ranks) <= 64 else f'{ranks[0]}-{ranks[-1]}x{len(ranks)}'}"
-        return cls(store, ranks.index(me), len(ranks), names=ranks, scope=scope, progress_timeout=progress_timeout, cap=cap)
+        base = store
+        while isinstance(base, PrefixStore):
+            base = base.underlying_store
+        host = 0 if isinstance(base, TCPStore) and not agent else None
+        return cls(store, ranks.index(me), len(ranks), names=ranks, scope=scope, host=host, progress_timeout=progress_timeout, cap=cap)
 
     @property
     def is_leader(self) -> bool:
@@ -244,15 +254,20 @@ class RankGroup:
     def _ask(self, request: Callable[[], T]) -> T:
         """One bounded request. RendezvousLost: it failed or did not return in time; the group is then dead."""
         if self.dead == "rendezvous lost":
-            raise RendezvousLost("the rendezvous store was lost; the group is dead")
+            raise RendezvousLost("the rendezvous store was lost; the group is dead", self._hosts())
         try:
             return self._requests.call(request, REQUEST_TIMEOUT.total_seconds())
         except (RuntimeError, OSError, ValueError, TimeoutError) as error:
             cause = error
         self.dead = "rendezvous lost"
+        where = f", which rank {self._host} serves," if self._host is not None else ""
+        why = str(cause).partition("\n")[0][:200]
         raise RendezvousLost(
-            f"the rendezvous store can't be reached ({str(cause).partition(chr(10))[0][:200]}); treated as aborted, the group is dead"
+            f"the rendezvous store{where} can't be reached ({why}); treated as aborted, the group is dead", self._hosts()
         ) from cause
+
+    def _hosts(self) -> tuple[int, ...]:
+        return () if self._host is None else (self._host,)
 
     def _get(self, key: str) -> bytes:
         value: Any = self._ask(lambda: self._store.get(key))

@@ -255,5 +255,7 @@ def _rank_group(group: dist.ProcessGroup | RankGroup | None, progress_timeout: t
         return RankGroup.alone()
     if isinstance(group, RankGroup):
         return group
-    run, restart = job_settings()
-    return RankGroup.from_process_group(group, run=run, restart=restart, progress_timeout=progress_timeout, cap=cap)
+    job = job_settings()
+    return RankGroup.from_process_group(
+        group, run=job.run, restart=job.restart, agent=job.agent, progress_timeout=progress_timeout, cap=cap
+    )

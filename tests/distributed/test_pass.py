@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from fakes import FakeOperation
-from ranks import Rank, Ranks, run_ranks
+from ranks import Rank, Ranks, run_ranks, wait_for
 
 from moe_dist.tuning.policy import STRATEGIES, MeasurementPolicy
 from moe_dist.tuning.problem import BucketLadder
@@ -380,3 +381,33 @@ def test_two_open_tuners_on_one_group_are_refused(tmp_path: Path) -> None:
     outcomes = run_ranks(two_on_one_group, 2, tmp_path)
     assert {outcome.error for outcome in outcomes} == {"TunerStateError"}
     assert "rank 1 of group 'group' has an open tuner already; close that one first" in outcomes[1].message
+
+
+def over_gloo(rank: Rank) -> Any:
+    """The rendezvous is the process group's own TCPStore, which lives in rank 0; that rank is killed while it measures."""
+    port = rank.folder / "port"
+    if rank.index == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.with_suffix(".part").write_text(str(store.port))
+        port.with_suffix(".part").rename(port)
+    else:
+        wait_for(port)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank.index, world_size=rank.size)
+    operation = Hanging("a", {**COSTS, "slow": "hang"} if rank.index == 0 else COSTS)
+    operation.rank = rank if rank.index == 0 else Rank(0, 2, 0, rank.folder / "elsewhere")
+    (rank.folder / "elsewhere").mkdir(exist_ok=True)
+    with Tuner(
+        group=dist.group.WORLD, policy=POLICY, ladder=BucketLadder((1,)), device="cpu", progress_timeout=timedelta(seconds=20)
+    ) as tuner:
+        tuner.record(operation)
+        return table(tuner.run_pass())
+
+
+def test_the_rank_that_serves_the_rendezvous_is_named_when_it_dies(tmp_path: Path) -> None:
+    with Ranks(over_gloo, 3, tmp_path) as ranks:
+        ranks.wait("measuring")
+        ranks.kill(0)
+        survivors = [ranks.join_one(index, 30.0) for index in (1, 2)]
+    assert [(outcome.error, outcome.culprits) for outcome in survivors] == [("RendezvousLost", (0,))] * 2
+    assert "the rendezvous store, which rank 0 serves, can't be reached" in survivors[0].message
