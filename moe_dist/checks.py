@@ -1,7 +1,7 @@
 """What the tensors of a call must be like. Every rule that `MoEActivationPack` and `MoEWeightPack` document is enforced here, once.
 
 `layer.py` and `operation.py` call this before anything is launched: weights when they are bound, activations at each call.
-Nothing here waits for a GPU but `check_ids` and an explicit expert map.
+Nothing here waits for a GPU but `check_ids` and `check_expert_map`.
 """
 
 from __future__ import annotations
@@ -111,16 +111,28 @@ def _expert_map(problem: MoEProblem, weights: MoEWeightPack, experts: int, devic
     given = weights.expert_map
     if given is not None:
         _tensor("expert_map", given, (total,), (torch.int32,), device)
-        low, high = given.min().item(), given.max().item()
-        if low < -1 or high >= experts:
-            raise InputError(f"expert_map holds rows {low} to {high}; this rank has rows 0 to {experts - 1}, and -1 for remote experts")
         return given
-    if problem.config.parallel.ep_size == 1:
+    parallel = problem.config.parallel
+    if parallel.ep_size == 1:
         return None
-    local = torch.tensor(problem.local_experts(weights.ep_rank), dtype=torch.long)
-    expert_map = torch.full((total,), -1, dtype=torch.int32)
-    expert_map[local] = torch.arange(experts, dtype=torch.int32)
-    return expert_map.to(device)
+
+    def derive(pack: MoEWeightPack) -> torch.Tensor:
+        expert_map = torch.full((total,), -1, dtype=torch.int32)
+        expert_map[list(problem.local_experts(pack.ep_rank))] = torch.arange(experts, dtype=torch.int32)
+        return expert_map.to(device)
+
+    # Kept with the pack: a copy to the GPU at each call would wait for it, and fail under graph capture.
+    kept: torch.Tensor = weights.prepare_for(f"expert_map {parallel.placement} {weights.ep_rank}/{parallel.ep_size} {total}", derive)
+    return kept
+
+
+def check_expert_map(layer: BoundLayer) -> None:
+    """InputError: the map names a row that the weights lack. Waits for the device."""
+    if layer.expert_map is None:
+        return
+    low, high, experts = int(layer.expert_map.min()), int(layer.expert_map.max()), layer.num_local_experts
+    if low < -1 or high >= experts:
+        raise InputError(f"expert_map holds rows {low} to {high}; this rank has rows 0 to {experts - 1}, and -1 for remote experts")
 
 
 def check_activations(problem: MoEProblem, acts: MoEActivationPack, device: torch.device) -> int:

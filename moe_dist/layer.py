@@ -14,7 +14,7 @@ import torch
 
 from moe_dist.backends.base import Backend, BoundLayer, MoEProblem, Runner
 from moe_dist.backends.registry import usable_backends
-from moe_dist.checks import bind_weights, check_activations, check_ids, check_out, output_shape
+from moe_dist.checks import bind_weights, check_activations, check_expert_map, check_ids, check_out, output_shape
 from moe_dist.config import (
     ActivationConfig,
     BackendConfig,
@@ -70,10 +70,12 @@ def moe_layer(
     layer = bind_weights(problem, weights)
     num_tokens = _check_call(layer, acts)
     device = weights.w13.device
+    if device.type == "cpu" and not _capturing(device):
+        check_expert_map(layer)
     backend, _ = usable_backends(problem, device, config.options, extra_backends)[0]
     tuner = current_tuner()
     if tuner is not None and not _capturing(device):
-        check_ids(problem, acts)
+        _check_values(layer, acts)
         tuner.record(MoEOperation(problem, weights, device, config.options, extra_backends))
     bucket = BucketLadder.powers_of_two(config.execution.tune_max_num_tokens).bucket(max(1, num_tokens))
     runner = backend.bind(layer, backend.default(problem, bucket, device))
@@ -104,6 +106,7 @@ class MoELayer:
         self.extra_backends = tuple(extra_backends)
         self._serving: list[_Serving | None] = [None, None]  # for router logits, for routed calls
         self._last_routed = False
+        self._beyond_reported = False
 
     def get_tuned_layer(self, tensors: MoETensors, tuner: Tuner | None = None) -> MoELayer:
         """A layer of the same configs that serves a tuner's winners, bound to `tensors`' weights.
@@ -119,7 +122,7 @@ class MoELayer:
         device, fields = weights.w13.device, cast(ConfigFields, dict(**self.config))
         operation = MoEOperation(problem, weights, device, self.config.options, self.extra_backends)
         num_tokens = _check_call(operation.layer, acts)
-        check_ids(problem, acts)
+        _check_values(operation.layer, acts)
         if tuner is None:
             ladder = BucketLadder.powers_of_two(self.config.execution.tune_max_num_tokens)
             bucket = ladder.bucket(max(1, num_tokens))
@@ -133,6 +136,7 @@ class MoELayer:
         elif not any(tuner.epoch.of(operation.problem, mode) for mode in MODES):
             tuner.record(operation)
         tuned = MoELayer(group=self.group, tuner=tuner, extra_backends=self.extra_backends, **fields)
+        tuned._last_routed = problem.routed
         tuned._bind(weights, problem.routed)
         return tuned
 
@@ -147,8 +151,17 @@ class MoELayer:
         acts, weights = tensors
         routed = acts.router_logits is None
         serving = self._serving_for(weights, routed)
+        self._last_routed = routed
         num_tokens = _check_call(serving.layer, acts)
         served = serving.pick(num_tokens, mode, group_tokens)
+        if num_tokens > serving.max_num_tokens and not self._beyond_reported and self.tuner is not None:
+            self._beyond_reported = True
+            logger.warning(
+                "%d tokens exceed the largest tuned count %d: the default %s runs; raise ExecutionConfig.tune_max_num_tokens and tune again",
+                num_tokens,
+                serving.max_num_tokens,
+                served.tactic,
+            )
         return _execute(serving.layer.problem, served.runner, acts, num_tokens, out, collective=served.tactic.collective)
 
     def lookup(self, num_tokens: int, mode: str = "eager") -> Tactic:
@@ -173,9 +186,11 @@ class MoELayer:
     def _bind(self, weights: MoEWeightPack, routed: bool) -> _Serving:
         problem = MoEProblem.of(self.config, routed=routed)
         epoch = self.tuner.epoch if self.tuner is not None else None
-        serving = _Serving(bind_weights(problem, weights), self.config.options, self.extra_backends, epoch)
+        layer = bind_weights(problem, weights)
+        if not _capturing(weights.w13.device):
+            check_expert_map(layer)
+        serving = _Serving(layer, self.config.options, self.extra_backends, epoch)
         self._serving[routed] = serving
-        self._last_routed = routed
         return serving
 
 
@@ -198,7 +213,6 @@ class _Serving:
         self.epoch = epoch
         self._backends = {backend.name: backend for backend, _ in usable_backends(layer.problem, self.device, options, extra_backends)}
         self._runners: dict[Tactic, _Served] = {}
-        self._beyond_reported = epoch is None
         self._beyond = self._default(None)
         ladder = BucketLadder.powers_of_two(layer.problem.config.execution.tune_max_num_tokens)
         defaults = [self._default(Bucket(1, 1))]  # zero tokens
@@ -208,6 +222,7 @@ class _Serving:
         self._collective: dict[str, dict[int, _Served]] = {}
         for mode in MODES if self.device.type != "cpu" else ("eager",):
             self._local[mode], self._collective[mode] = self._index(mode, list(defaults))
+        self.max_num_tokens = max(len(local) for local in self._local.values()) - 1
 
     def pick(self, num_tokens: int, mode: str, group_tokens: int | None) -> _Served:
         try:
@@ -218,17 +233,7 @@ class _Serving:
             collective = self._collective[mode].get(group_tokens)
             if collective is not None:
                 return collective
-        if num_tokens < len(local):
-            return local[num_tokens]
-        if not self._beyond_reported:
-            self._beyond_reported = True
-            logger.warning(
-                "%d tokens exceed the largest tuned count %d: the default %s runs; raise ExecutionConfig.tune_max_num_tokens and tune again",
-                num_tokens,
-                len(local) - 1,
-                self._beyond.tactic,
-            )
-        return self._beyond
+        return local[num_tokens] if num_tokens < len(local) else self._beyond
 
     def _index(self, mode: str, local: list[_Served]) -> tuple[list[_Served], dict[int, _Served]]:
         collective: dict[int, _Served] = {}
@@ -236,18 +241,22 @@ class _Serving:
         for bucket, winner in winners.items():
             local += [self._beyond] * (bucket.high + 1 - len(local))  # a ladder longer than the config's own
             counts = range(bucket.low, bucket.high + 1)
-            if winner.tactic.backend not in self._backends:
-                logger.warning(
-                    "the winner %s of %s tokens is left out: this layer runs %s", winner.tactic, bucket, " | ".join(self._backends)
-                )
-                continue
             chosen = winner.tactic
             if chosen.collective:
+                if (reason := self._why_not(chosen, bucket)) is not None:  # peers will run it: leaving it out here would hang them
+                    raise TunerStateError(f"this rank can't run the collective winner {chosen} of {bucket} tokens: {reason}; tune again")
                 collective.update(dict.fromkeys(counts, self._ready(chosen)))
                 chosen = winner.default  # what calls without group_tokens run
-            if not chosen.collective and chosen.backend in self._backends:
+            if (reason := self._why_not(chosen, bucket)) is not None:
+                logger.warning("%s is left out for %s tokens, the layer's default runs: %s", chosen, bucket, reason)
+            else:
                 local[bucket.low : bucket.high + 1] = [self._ready(chosen)] * len(counts)
         return local, collective
+
+    def _why_not(self, tactic: Tactic, bucket: Bucket) -> str | None:
+        if tactic.backend not in self._backends:
+            return f"this layer runs {' | '.join(self._backends)}"
+        return self._backends[tactic.backend].why_not_tactic(self.layer.problem, tactic, bucket, self.device)
 
     def _default(self, bucket: Bucket | None) -> _Served:
         backend = next(iter(self._backends.values()))
@@ -266,6 +275,12 @@ def _check_call(layer: BoundLayer, acts: MoEActivationPack) -> int:
     if device.type == "cpu" and not torch.compiler.is_compiling():
         check_ids(layer.problem, acts)
     return num_tokens
+
+
+def _check_values(layer: BoundLayer, acts: MoEActivationPack) -> None:
+    """What a serving call on a GPU leaves unchecked, because it waits for the device."""
+    check_ids(layer.problem, acts)
+    check_expert_map(layer)
 
 
 def _execute(

@@ -48,7 +48,9 @@ class MoEOperation:
         self.problem: Problem = problem.key()
         self.device = device
         # Layouts that candidates make live as long as this operation, not as long as the caller's pack.
-        self.layer = bind_weights(problem, dataclasses.replace(weights, _prepared=dict(weights._prepared)))
+        own = dataclasses.replace(weights)
+        own._prepared.update(weights._prepared)
+        self.layer = bind_weights(problem, own)
         self._extra = tuple(extra_backends)
         self._backends = usable_backends(problem, device, options, self._extra)
         self._checksum: int | None = None

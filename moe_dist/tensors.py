@@ -52,7 +52,9 @@ class MoEWeightPack:
     ep_rank: int = 0
     tp_rank: int = 0
     expert_map: torch.Tensor | None = None
-    _prepared: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    _prepared: dict[str, Any] = dataclasses.field(
+        default_factory=dict, repr=False, init=False
+    )  # `replace` starts anew: other weights, other layouts
 
     def prepare_for(self, backend: str, layout: Callable[[MoEWeightPack], Any] | None = None) -> Any:
         """The layout that `backend` needs, made once and kept. Without `layout`, the backend's own helper makes it.

@@ -50,7 +50,7 @@ def _best(values: torch.Tensor, count: int) -> torch.Tensor:
 def select(layer: BoundLayer, acts: MoEActivationPack) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, weights) of a call: int64 [T, K] rows of w13 and w2, -1 where this rank computes nothing; fp32 [T, K].
 
-    Ids outside the model's range count as remote: on a GPU nobody checked them before.
+    Ids outside the model's range, and rows outside the weights, count as remote: on a GPU nobody checked them before.
     """
     if acts.topk_ids is None:
         assert acts.router_logits is not None
@@ -58,9 +58,8 @@ def select(layer: BoundLayer, acts: MoEActivationPack) -> tuple[torch.Tensor, to
     else:
         assert acts.topk_weights is not None
         weights, ids = acts.topk_weights, acts.topk_ids
-    ids = ids.long()
-    total = layer.num_local_experts if layer.expert_map is None else layer.expert_map.shape[0]
-    inside = (ids >= 0) & (ids < total)
+    rows = ids.long()
     if layer.expert_map is not None:
-        ids = layer.expert_map.long()[ids.clamp(0, total - 1)]
-    return ids.masked_fill(~inside, -1), weights
+        total = layer.expert_map.shape[0]
+        rows = layer.expert_map[rows.clamp(0, total - 1)].long().masked_fill((ids < 0) | (ids >= total), -1)
+    return rows.masked_fill((rows < 0) | (rows >= layer.num_local_experts), -1), weights
