@@ -1,1 +1,35 @@
-"""Triton and Gluon kernels and their launchers. They know nothing of tuning, backends or ranks."""
+"""Triton kernels of a mixture-of-experts layer and their launchers.
+
+Owns kernels and how they are launched; knows nothing of tuning, stores or ranks. Imported by moe_dist's triton backend and
+by the tests alone.
+"""
+
+from moe_dist_kernels.decode import DecodeTile
+from moe_dist_kernels.experts import (
+    DecodePlan,
+    Experts,
+    ExpertsShape,
+    Plan,
+    RouterShape,
+    SortedPlan,
+    all_launches,
+    is_interpreted,
+    scratch,
+    shared_memory_limit,
+)
+from moe_dist_kernels.grouped import ProductTile
+
+__all__ = [
+    "DecodePlan",
+    "DecodeTile",
+    "Experts",
+    "ExpertsShape",
+    "Plan",
+    "ProductTile",
+    "RouterShape",
+    "SortedPlan",
+    "all_launches",
+    "is_interpreted",
+    "scratch",
+    "shared_memory_limit",
+]

@@ -16,11 +16,12 @@ from moe_dist.backends.reference import ReferenceBackend
 from moe_dist.backends.torch_dense import TorchDenseBackend
 from moe_dist.backends.torch_grouped import TorchGroupedBackend
 from moe_dist.backends.torch_loop import TorchLoopBackend
+from moe_dist.backends.triton import TritonBackend
 from moe_dist.config import BackendConfig, BackendOptions, MoEConfig
 from moe_dist.errors import ConfigError, UnsupportedBackend
 
 BACKENDS: tuple[Backend, ...] = (
-    # TritonBackend(),
+    TritonBackend(),
     TorchGroupedBackend(),
     TorchLoopBackend(),
     TorchDenseBackend(),

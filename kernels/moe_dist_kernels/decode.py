@@ -1,0 +1,234 @@
+"""The path for a few tokens: no sort, no tensor cores, two launches that do nothing but stream the weights of the slots hit.
+
+Legend as in grouped.py. A program of the first product owns a few columns of one slot; a program of the second owns a
+few columns of one token and sums all its slots in registers, so nothing is left to finalize.
+"""
+
+# Kernels are Triton's language, not Python's: their parameters have no Python types.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_dist_kernels.activation import activate
+from moe_dist_kernels.align import local_expert
+from moe_dist_kernels.launch import INT, Launch
+
+
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["ids_ptr", "map_ptr", "row_weights_ptr", "bias_ptr"])
+def decode_up_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    row_weights_ptr,
+    ids_ptr,
+    map_ptr,
+    act_ptr,
+    num_slots,
+    HIDDEN: tl.constexpr,
+    INTER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_LOCAL: tl.constexpr,
+    MAP_SIZE: tl.constexpr,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """act[slot] = activation(x[slot // TOP_K] @ w[expert of slot].T + bias), BLOCK_N columns a program; remote slots: nothing.
+
+    Slots are the fastest axis of the grid, so that slots of one expert read its weights at the same time.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.program_id(0) % num_slots
+    expert = local_expert(ids_ptr, map_ptr, slot, True, NUM_LOCAL, MAP_SIZE).to(tl.int64)
+    if expert < 0:
+        return
+    n = (tl.program_id(0) // num_slots) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_row = tl.minimum(n, INTER - 1)
+    k = tl.arange(0, BLOCK_K)
+    WEIGHT_ROWS: tl.constexpr = 2 * INTER if GATED else INTER
+    w_ptr += expert * (WEIGHT_ROWS * HIDDEN)
+    x_ptr += (slot // TOP_K).to(tl.int64) * HIDDEN
+    w_ptrs = w_ptr + weight_row[:, None] * HIDDEN + k[None, :]
+    gate = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for at in tl.static_range(0, HIDDEN, BLOCK_K):
+        if at + BLOCK_K <= HIDDEN:
+            x = tl.load(x_ptr + at + k)
+            w_up = tl.load(w_ptrs + at + (INTER * HIDDEN if GATED else 0))
+            if GATED:
+                w_gate = tl.load(w_ptrs + at)
+        else:
+            inside = k < HIDDEN - at
+            x = tl.load(x_ptr + at + k, mask=inside, other=0.0)
+            w_up = tl.load(w_ptrs + at + (INTER * HIDDEN if GATED else 0), mask=inside[None, :], other=0.0)
+            if GATED:
+                w_gate = tl.load(w_ptrs + at, mask=inside[None, :], other=0.0)
+        x = x.to(tl.float32)[None, :]
+        up += w_up.to(tl.float32) * x
+        if GATED:
+            gate += w_gate.to(tl.float32) * x
+    up_sum = tl.sum(up, axis=1)
+    gate_sum = up_sum
+    if GATED:
+        gate_sum = tl.sum(gate, axis=1)
+    if row_weights_ptr is not None:
+        scale = tl.load(row_weights_ptr + slot)
+        up_sum *= scale
+        gate_sum *= scale
+    if bias_ptr is not None:
+        bias_ptr += expert * WEIGHT_ROWS
+        up_sum += tl.load(bias_ptr + (INTER if GATED else 0) + weight_row).to(tl.float32)
+        if GATED:
+            gate_sum += tl.load(bias_ptr + weight_row).to(tl.float32)
+    out = activate(gate_sum, up_sum, KIND, LIMIT, ALPHA, BETA)
+    tl.store(act_ptr + slot.to(tl.int64) * INTER + n, out.to(act_ptr.dtype.element_ty), mask=n < INTER)
+
+
+@triton.jit(do_not_specialize=["num_outputs"], do_not_specialize_on_alignment=["ids_ptr", "map_ptr", "row_weights_ptr", "bias_ptr"])
+def decode_down_kernel(
+    act_ptr,
+    w_ptr,
+    bias_ptr,
+    row_weights_ptr,
+    ids_ptr,
+    map_ptr,
+    out_ptr,
+    num_outputs,
+    HIDDEN: tl.constexpr,
+    INTER: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NUM_LOCAL: tl.constexpr,
+    MAP_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[i] = sum over the SLOTS slots of output i, in order, of weight * (act @ w[expert].T + bias); remote slots add 0.
+
+    SLOTS is K for finished rows, 1 for unfinalized ones. Example, two slots with act 1 and 2, w 3 and 4, weights 0.5 and
+    0.25: 0.5 * 3 + 0.25 * 8 = 3.5.
+    """
+    n = (tl.program_id(0) // num_outputs) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_row = tl.minimum(n, HIDDEN - 1)
+    output = (tl.program_id(0) % num_outputs).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    bias = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for i in tl.static_range(SLOTS):
+        slot = output * SLOTS + i
+        expert = local_expert(ids_ptr, map_ptr, slot, True, NUM_LOCAL, MAP_SIZE).to(tl.int64)
+        here = expert >= 0
+        weight = 1.0
+        if row_weights_ptr is not None:
+            weight = tl.load(row_weights_ptr + slot)
+        depth = tl.where(here, INTER, 0)  # a remote slot has no columns: nothing of it is read
+        row = tl.where(here, expert, 0)
+        w_ptrs = w_ptr + row * (HIDDEN * INTER) + weight_row[:, None] * INTER + k[None, :]
+        for at in tl.static_range(0, INTER, BLOCK_K):
+            inside = k < depth - at
+            act = tl.load(act_ptr + slot * INTER + at + k, mask=inside, other=0.0).to(tl.float32) * weight
+            w = tl.load(w_ptrs + at, mask=inside[None, :], other=0.0)
+            acc += w.to(tl.float32) * act[None, :]
+        if bias_ptr is not None:
+            bias += tl.load(bias_ptr + row * HIDDEN + weight_row, mask=n < tl.where(here, HIDDEN, 0), other=0.0).to(tl.float32) * weight
+    out = tl.sum(acc, axis=1) + bias
+    tl.store(out_ptr + output * HIDDEN + n, out.to(out_ptr.dtype.element_ty), mask=n < HIDDEN)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeTile:
+    """How one product of the small path is cut: columns and depth of a program's step, and its warps."""
+
+    block_n: int
+    block_k: int
+    warps: int
+
+    def why_not(self) -> str | None:
+        """The reason that this tile can't run, or None."""
+        if self.block_n < 1 or self.block_n & (self.block_n - 1) or self.block_k < 16 or self.block_k & (self.block_k - 1):
+            return f"block_n {self.block_n} and block_k {self.block_k} must be powers of two, block_k at least 16"
+        if self.warps not in (1, 2, 4, 8):
+            return f"warps {self.warps} must be 1, 2, 4 or 8"
+        if self.block_n * self.block_k > self.warps * 32 * 64:
+            return f"a step of {self.block_n} x {self.block_k} leaves too few registers for {self.warps} warps; take a smaller step"
+        return None
+
+
+def decode_up_launch(
+    *,
+    dtype: torch.dtype,
+    ids_dtype: torch.dtype,
+    hidden: int,
+    inter: int,
+    top_k: int,
+    num_local: int,
+    map_size: int | None,
+    activation: dict[str, Any],
+    bias: torch.dtype | None,
+    weight_on_input: bool,
+    tile: DecodeTile,
+    pdl: bool,
+) -> Launch:
+    """Grid S * ceil(I / block_n); arguments x, w13, bias, weights or None, ids, map or None, act, S."""
+    constants = {
+        "HIDDEN": hidden,
+        "INTER": inter,
+        "TOP_K": top_k,
+        "NUM_LOCAL": num_local,
+        "MAP_SIZE": num_local if map_size is None else map_size,
+        **activation,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "PDL": pdl,
+    }
+    map_dtype = None if map_size is None else torch.int32
+    params = (dtype, dtype, bias, torch.float32 if weight_on_input else None, ids_dtype, map_dtype, dtype, INT)
+    return Launch(decode_up_kernel, params, constants, num_warps=tile.warps, pdl=pdl)
+
+
+def decode_down_launch(
+    *,
+    dtype: torch.dtype,
+    ids_dtype: torch.dtype,
+    hidden: int,
+    inter: int,
+    slots: int,
+    num_local: int,
+    map_size: int | None,
+    bias: torch.dtype | None,
+    weight_on_input: bool,
+    tile: DecodeTile,
+    pdl: bool,
+) -> Launch:
+    """Grid outputs * ceil(H / block_n), outputs T (slots K) or S (slots 1); arguments act, w2, bias, weights or None, ids, map
+    or None, out, outputs."""
+    constants = {
+        "HIDDEN": hidden,
+        "INTER": inter,
+        "SLOTS": slots,
+        "NUM_LOCAL": num_local,
+        "MAP_SIZE": num_local if map_size is None else map_size,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "PDL": pdl,
+    }
+    map_dtype = None if map_size is None else torch.int32
+    params = (dtype, dtype, bias, None if weight_on_input else torch.float32, ids_dtype, map_dtype, dtype, INT)
+    return Launch(decode_down_kernel, params, constants, num_warps=tile.warps, pdl=pdl)

@@ -1,0 +1,350 @@
+"""The launcher of a whole MoE layer: routing if asked for, then the small path or the sorted one, into the caller's output.
+
+Owns what is launched, in which order, over which scratch memory. Knows nothing of tuning: the caller brings a plan.
+Legend: T tokens, K slots of a token, E local experts, N routed experts, H hidden, I local intermediate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from moe_dist_kernels.align import CHUNK, ONE_PROGRAM_SLOTS, Align, max_tiles
+from moe_dist_kernels.decode import DecodeTile, decode_down_launch, decode_up_launch
+from moe_dist_kernels.finalize import finalize_blocks, finalize_kernel, finalize_launch, zero_remote_launch
+from moe_dist_kernels.grouped import ProductTile, down_launch, up_launch
+from moe_dist_kernels.launch import Launch, Scratch, interpreted
+from moe_dist_kernels.routing import route_launch
+
+MAX_SLOTS = 2**31 - CHUNK  # slots are counted in 32 bits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsShape:
+    """What the kernels are compiled for, all but the token count.
+
+    slots: K, fused shared experts included. map_size: length of the map from global ids to weight rows; None: ids are rows.
+    kind, limit, alpha, beta: see `activation.activate`. up_bias, down_bias: a bias's dtype; None: there is none. finalize: [T, H] or, without, [T, K, H].
+    """
+
+    dtype: torch.dtype
+    hidden: int
+    inter: int
+    slots: int
+    num_local: int
+    map_size: int | None
+    kind: str
+    limit: float | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+    up_bias: torch.dtype | None = None
+    down_bias: torch.dtype | None = None
+    weight_on_input: bool = False
+    finalize: bool = True
+
+    @property
+    def gated(self) -> bool:
+        return self.kind in ("swiglu", "geglu")
+
+    @property
+    def activation(self) -> dict[str, Any]:
+        return {"KIND": self.kind, "LIMIT": self.limit, "ALPHA": self.alpha, "BETA": self.beta, "GATED": self.gated}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterShape:
+    """How logits choose experts; the fields of `routing.route_launch`."""
+
+    logits_dtype: torch.dtype
+    num_experts: int
+    top_k: int
+    n_group: int | None
+    topk_group: int | None
+    num_shared: int
+    scoring: str
+    renormalize: bool
+    scale: float
+    bias: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodePlan:
+    """The small path: see decode.py."""
+
+    up: DecodeTile
+    down: DecodeTile
+
+    def why_not(self, shape: ExpertsShape, shared_limit: int) -> str | None:
+        del shape, shared_limit  # any shape runs; nothing is staged in shared memory
+        return self.up.why_not() or self.down.why_not()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SortedPlan:
+    """The sorted path: row tiles of block_m, group_m of them sharing weights in L2; swap_ab: weights are the wide operand."""
+
+    block_m: int
+    group_m: int
+    swap_ab: bool
+    up: ProductTile
+    down: ProductTile
+
+    def why_not(self, shape: ExpertsShape, shared_limit: int) -> str | None:
+        if self.group_m < 1:
+            return f"group_m {self.group_m} must be at least 1"
+        itemsize = shape.dtype.itemsize
+        for name, tile, weight_tiles in (("up", self.up, 2 if shape.gated else 1), ("down", self.down, 1)):
+            reason = tile.why_not(block_m=self.block_m, weight_tiles=weight_tiles, itemsize=itemsize, shared_limit=shared_limit)
+            if reason is not None:
+                return f"{name} product: {reason}"
+        return None
+
+
+Plan = DecodePlan | SortedPlan
+
+
+def scratch(shape: ExpertsShape, plan: Plan, num_tokens: int, *, routed: bool) -> Scratch:
+    """The scratch memory of one call: a pure function of shape, plan and token count. routed: the caller brings ids."""
+    count = num_tokens * shape.slots
+    parts: dict[str, tuple[int, torch.dtype]] = {"act": (count * shape.inter, shape.dtype)}
+    if not routed:
+        parts |= {"ids": (count, torch.int32), "weights": (count, torch.float32)}
+    if isinstance(plan, SortedPlan):
+        chunks = 1 if count <= ONE_PROGRAM_SLOTS else -(-count // CHUNK)
+        tiles = max(1, max_tiles(count, shape.num_local, plan.block_m))
+        parts |= {"cursor": (chunks * shape.num_local, torch.int32), "slots": (count, torch.int32), "num_tiles": (1, torch.int32)}
+        parts |= dict.fromkeys(("tile_expert", "tile_row", "tile_rows"), (tiles, torch.int32))
+        if shape.finalize and shape.slots > 1:
+            parts["y"] = (count * shape.hidden, shape.dtype)
+    return Scratch(**parts)
+
+
+class Experts:
+    """One layer's experts, bound to weights and a plan. Call it as often as you like, also under CUDA graph capture.
+
+    w13 [E, 2I or I, H], w2 [E, H, I] in `shape.dtype`; biases [E, 2I or I], [E, H] in the dtypes that the shape names; expert_map int32
+    [map_size]; correction_bias fp32 [N]. All contiguous on one device. ValueError: they are not, or the plan can't run.
+    Nothing is written but `out`. Every call allocates one block of scratch from torch's caching allocator, so calls on
+    several streams, and captured graphs, never share one.
+    """
+
+    def __init__(
+        self,
+        shape: ExpertsShape,
+        plan: Plan,
+        *,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        w13_bias: torch.Tensor | None = None,
+        w2_bias: torch.Tensor | None = None,
+        expert_map: torch.Tensor | None = None,
+        router: RouterShape | None = None,
+        correction_bias: torch.Tensor | None = None,
+        pdl: bool = False,
+    ) -> None:
+        rows = shape.inter * (2 if shape.gated else 1)
+        expected: list[tuple[str, torch.Tensor | None, tuple[int, ...], torch.dtype | None]] = [
+            ("w13", w13, (shape.num_local, rows, shape.hidden), shape.dtype),
+            ("w2", w2, (shape.num_local, shape.hidden, shape.inter), shape.dtype),
+            ("w13_bias", w13_bias, (shape.num_local, rows), shape.up_bias),
+            ("w2_bias", w2_bias, (shape.num_local, shape.hidden), shape.down_bias),
+            ("expert_map", expert_map, (shape.map_size or 0,), torch.int32),
+            ("correction_bias", correction_bias, (router.num_experts if router else 0,), torch.float32),
+        ]
+        for name, tensor, size, dtype in expected:
+            if tensor is None:
+                continue
+            if tuple(tensor.shape) != size or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device != w13.device:
+                raise ValueError(
+                    f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, "
+                    f"{'contiguous' if tensor.is_contiguous() else 'strided'}; it must be {size} {dtype} on {w13.device}, contiguous"
+                )
+        if rows * shape.hidden >= 2**31:
+            raise ValueError(f"one expert's first product has {rows} x {shape.hidden} weights; offsets inside an expert are 32 bits wide")
+        for name, tensor, wanted in (("w13_bias", w13_bias, shape.up_bias), ("w2_bias", w2_bias, shape.down_bias)):
+            if tensor is None and wanted is not None:
+                raise ValueError(f"{name} is missing; the shape says it is {wanted}")
+        if (expert_map is None) != (shape.map_size is None):
+            raise ValueError(f"expert_map {'is missing' if expert_map is None else 'was given'}; the shape's map_size is {shape.map_size}")
+        if w13.data_ptr() % 16 or w2.data_ptr() % 16:
+            raise ValueError("w13 and w2 must start at a multiple of 16 bytes for vector loads; copy them once")
+        self.shape, self.plan, self.router = shape, plan, router
+        self.device = w13.device
+        self._index = w13.device.index or 0
+        self._interpreted = interpreted(finalize_kernel)
+        self._pdl = pdl and not self._interpreted
+        self._weights = (w13, w2, w13_bias, w2_bias, expert_map, correction_bias)  # kept alive: their addresses are baked in
+        address = (lambda tensor: tensor) if self._interpreted else (lambda tensor: None if tensor is None else tensor.data_ptr())
+        self._w13, self._w2, self._w13_bias, self._w2_bias, self._map, self._correction = map(address, self._weights)
+        self._by_ids: dict[torch.dtype, dict[str, Any]] = {}
+        self._scratches: dict[tuple[int, bool], Scratch] = {}
+        self._route = route_launch(**dataclasses.asdict(router), pdl=self._pdl) if router is not None else None
+
+    def launchers(self, ids_dtype: torch.dtype) -> dict[str, Any]:
+        """The launches for ids of this dtype, made once: `Launch`es and, for the sorted path, an `Align`."""
+        found = self._by_ids.get(ids_dtype)
+        if found is None:
+            found = self._by_ids[ids_dtype] = make_launchers(self.shape, self.plan, ids_dtype, pdl=self._pdl)
+        return found
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        ids: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+    ) -> None:
+        """Fill `out` ([T, H], or [T, K, H] without finalize), which may be `x` itself.
+
+        x: [T, H] in the shape's dtype. ids: [T, K] int32 or int64 global ids, -1 or any id that is not here counts as remote;
+        weights: [T, K] fp32. Or logits [T, N] in the router's dtype. Copies what is not contiguous or not aligned.
+        """
+        tokens = x.shape[0]
+        count = tokens * self.shape.slots
+        if tokens == 0:
+            return
+        if count > MAX_SLOTS:
+            raise ValueError(f"{tokens} tokens of {self.shape.slots} slots exceed {MAX_SLOTS} slots; split the batch")
+        if not x.is_contiguous() or x.data_ptr() % 16:
+            x = x.clone(memory_format=torch.contiguous_format)
+        if not out.is_contiguous() or out.data_ptr() % 16:
+            fresh = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            self(x, fresh, ids=ids, weights=weights, logits=logits)
+            out.copy_(fresh)
+            return
+        if self._interpreted:
+            self._run(tokens, count, 0, x, out, ids, weights, logits)
+        elif torch.cuda.current_device() == self._index:
+            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            self._run(tokens, count, stream, x, out, ids, weights, logits)
+        else:
+            with torch.cuda.device(self._index):
+                stream = torch._C._cuda_getCurrentRawStream(self._index)
+                self._run(tokens, count, stream, x, out, ids, weights, logits)
+
+    def _run(
+        self,
+        tokens: int,
+        count: int,
+        stream: int,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        ids: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        logits: torch.Tensor | None,
+    ) -> None:
+        shape, plan, device = self.shape, self.plan, self._index
+        routed = logits is None
+        layout = self._scratches.get((tokens, routed))
+        if layout is None:
+            if len(self._scratches) > 4096:  # token counts seen; the layouts are cheap to make again
+                self._scratches.clear()
+            layout = self._scratches[(tokens, routed)] = scratch(shape, plan, tokens, routed=routed)
+        block, at = layout.pointers(self.device, as_tensors=self._interpreted)
+        as_pointer = self._tensor if self._interpreted else torch.Tensor.data_ptr
+        x_ptr, out_ptr = as_pointer(x), as_pointer(out)
+        if routed:
+            if ids is None or weights is None:
+                raise ValueError("give logits, or both ids and weights")
+            ids, weights = ids.contiguous(), weights.contiguous()
+            ids_ptr, weights_ptr = as_pointer(ids), as_pointer(weights)
+            launchers = self.launchers(ids.dtype)
+        else:
+            if self._route is None or logits is None:
+                raise ValueError("logits were given to experts that were bound without a router; give ids and weights")
+            logits = logits.contiguous()
+            ids_ptr, weights_ptr = at["ids"], at["weights"]
+            self._route(tokens, device, stream, as_pointer(logits), self._correction, ids_ptr, weights_ptr, tokens)
+            launchers = self.launchers(torch.int32)
+        up_weights = weights_ptr if shape.weight_on_input else None
+        down_weights = None if shape.weight_on_input else weights_ptr
+        if isinstance(plan, DecodePlan):
+            up_grid = count * -(-shape.inter // plan.up.block_n)
+            launchers["up"](up_grid, device, stream, x_ptr, self._w13, self._w13_bias, up_weights, ids_ptr, self._map, at["act"], count)
+            outputs = tokens if shape.finalize else count
+            down_grid = outputs * -(-shape.hidden // plan.down.block_n)
+            launchers["down"](
+                down_grid, device, stream, at["act"], self._w2, self._w2_bias, down_weights, ids_ptr, self._map, out_ptr, outputs
+            )
+        else:
+            launchers["align"](device, stream, count, ids_ptr, self._map, at)
+            tiles = (at["slots"], at["tile_expert"], at["tile_row"], at["tile_rows"], at["num_tiles"])
+            most = max_tiles(count, shape.num_local, plan.block_m)
+            up_grid = most * -(-shape.inter // plan.up.block_n)
+            launchers["up"](up_grid, device, stream, x_ptr, self._w13, self._w13_bias, up_weights, *tiles, at["act"])
+            down_grid = most * -(-shape.hidden // plan.down.block_n)
+            in_place = "y" not in at
+            y = out_ptr if in_place else at["y"]
+            launchers["down"](down_grid, device, stream, at["act"], self._w2, self._w2_bias, down_weights, *tiles, y)
+            blocks = finalize_blocks(shape.hidden)
+            if in_place:
+                launchers["zero_remote"](count * blocks, device, stream, ids_ptr, self._map, out_ptr, count)
+            else:
+                launchers["finalize"](tokens * blocks, device, stream, y, ids_ptr, self._map, out_ptr, tokens)
+        del block  # alive until everything that uses it is in the stream
+
+    @staticmethod
+    def _tensor(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def make_launchers(shape: ExpertsShape, plan: Plan, ids_dtype: torch.dtype, *, pdl: bool) -> dict[str, Any]:
+    """Everything that `plan` launches, by name. Compiles nothing."""
+    ids: dict[str, Any] = {"ids_dtype": ids_dtype, "num_local": shape.num_local, "map_size": shape.map_size, "pdl": pdl}
+    sizes: dict[str, Any] = {"dtype": shape.dtype, "hidden": shape.hidden, "inter": shape.inter, "weight_on_input": shape.weight_on_input}
+    up: dict[str, Any] = {"activation": shape.activation, "top_k": shape.slots, "bias": shape.up_bias}
+    if isinstance(plan, DecodePlan):
+        return {
+            "up": decode_up_launch(**ids, **sizes, **up, tile=plan.up),
+            "down": decode_down_launch(**ids, **sizes, bias=shape.down_bias, slots=shape.slots if shape.finalize else 1, tile=plan.down),
+        }
+    cut: dict[str, Any] = {"block_m": plan.block_m, "group_m": plan.group_m, "swap_ab": plan.swap_ab, "pdl": pdl}
+    return {
+        "align": Align(block_m=plan.block_m, **ids),
+        "up": up_launch(**sizes, **up, **cut, tile=plan.up),
+        "down": down_launch(**sizes, bias=shape.down_bias, **cut, tile=plan.down),
+        "finalize": finalize_launch(dtype=shape.dtype, hidden=shape.hidden, top_k=shape.slots, **ids),
+        "zero_remote": zero_remote_launch(dtype=shape.dtype, hidden=shape.hidden, **ids),
+    }
+
+
+def all_launches(shape: ExpertsShape, plan: Plan, *, ids_dtype: torch.dtype = torch.int32, pdl: bool = False) -> dict[str, Launch]:
+    """Every kernel variant that a plan can launch, by name: for compiling them all ahead of time."""
+    found: dict[str, Launch] = {}
+    for name, launch in make_launchers(shape, plan, ids_dtype, pdl=pdl).items():
+        if isinstance(launch, Align):
+            found |= {f"align_one_{chunk}": one for chunk, one in launch.one.items()}
+            found |= {"align_count": launch.count, "align_scan": launch.scan, "align_place": launch.place}
+        else:
+            found[name] = launch
+    return found
+
+
+def is_interpreted() -> bool:
+    """Whether the kernels run under Triton's interpreter in this process."""
+    return interpreted(finalize_kernel)
+
+
+def shared_memory_limit(device: torch.device) -> int:
+    """Bytes of shared memory that one block may take on `device`; Hopper's 227 KB where there is no GPU."""
+    if device.type != "cuda":
+        return 232448
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+__all__ = [
+    "DecodePlan",
+    "Experts",
+    "ExpertsShape",
+    "Plan",
+    "RouterShape",
+    "SortedPlan",
+    "all_launches",
+    "is_interpreted",
+    "scratch",
+    "shared_memory_limit",
+]

@@ -1,0 +1,123 @@
+"""How kernels are launched: compiled once, then called with as little Python as Triton's own launcher allows.
+
+Owns `Launch`, the cheap call path, and `Scratch`, one block of device memory cut into typed parts. Knows no kernel.
+Imported by the launchers of this package and by the tests that compile every variant without a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+INT = int  # a runtime integer parameter: never specialised on its value, so that one compile serves every token count
+ALIGNMENT = 256  # bytes; each part of a scratch block starts at a multiple, well past the 16 that vector loads need
+
+_TRITON_NAMES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+
+
+def interpreted(kernel: Any) -> bool:
+    """Whether `kernel` runs under Triton's interpreter (TRITON_INTERPRET=1 when it was defined)."""
+    return isinstance(kernel, InterpretedFunction)
+
+
+@dataclasses.dataclass
+class Launch:
+    """One kernel with everything fixed but pointers and counts.
+
+    params: the runtime parameters in the kernel's order, each a torch dtype (a pointer to it), None (a pointer that is
+        not used) or INT. constants: the kernel's constexpr parameters, all after the runtime ones.
+    pdl: launched with programmatic dependent launch: the kernel itself waits before it reads what its predecessor wrote.
+    Pointers are taken as 16-byte aligned unless the kernel says otherwise; callers see to it.
+    """
+
+    kernel: Any
+    params: Sequence[torch.dtype | type[int] | None]
+    constants: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 1
+    pdl: bool = False
+
+    def __post_init__(self) -> None:
+        self._constants = tuple(self.constants.values())
+        self._options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.pdl:
+            self._options["launch_pdl"] = True
+        self._compiled: dict[int, tuple[Any, Any, Any]] = {}
+        self._interpreted = interpreted(self.kernel)
+
+    def compile(self, device: int) -> Any:
+        """Compile for CUDA device `device` (which must be current) and load; the compiled kernel. Nothing is launched."""
+        arguments = [1 << 30 if param is INT else param for param in self.params]
+        compiled = self.kernel.warmup(*arguments, **self.constants, **self._options, grid=(1,))
+        run = compiled.run  # loads the binary: too much shared memory raises OutOfResources here
+        self._compiled[device] = (run, compiled.function, compiled.packed_metadata)
+        return compiled
+
+    def compile_for(self, target: Any) -> Any:
+        """Compile for a `GPUTarget` that need not be present; the compiled kernel."""
+        names = list(self.kernel.arg_names)
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = dict(self.constants)
+        attrs: dict[tuple[int, ...], list[list[Any]]] = {}
+        for index, (name, param) in enumerate(zip(names, self.params, strict=False)):
+            if param is None:
+                signature[name], constants[name] = "constexpr", None
+            elif param is INT:
+                signature[name] = "i32"
+            else:
+                signature[name] = _TRITON_NAMES[param]  # type: ignore[index]
+                if not self.kernel.params[index].do_not_specialize_on_alignment:
+                    attrs[(index,)] = [["tt.divisibility", 16]]
+        signature |= dict.fromkeys(self.constants, "constexpr")
+        source = triton.compiler.ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=attrs)
+        return triton.compile(source, target=target, options=self._options)
+
+    def __call__(self, grid: int, device: int, stream: int, *arguments: Any) -> None:
+        """Launch `grid` programs on `stream` of `device` (the current one). Pointers are integers, or tensors if interpreted."""
+        if self._interpreted:
+            self.kernel[(grid,)](*arguments, **self.constants)
+            return
+        compiled = self._compiled.get(device)
+        if compiled is None:
+            self.compile(device)
+            compiled = self._compiled[device]
+        run, function, metadata = compiled
+        run(grid, 1, 1, stream, function, metadata, None, None, None, *arguments, *self._constants)
+
+
+class Scratch:
+    """Names the parts of one block of scratch memory: `Scratch(a=(rows, dtype), ...)`. Pure: holds no memory."""
+
+    def __init__(self, **parts: tuple[int, torch.dtype]) -> None:
+        self.parts = parts
+        self.offsets: dict[str, int] = {}
+        end = 0
+        for name, (count, dtype) in parts.items():
+            self.offsets[name] = end
+            end += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self.nbytes = end
+
+    def pointers(self, device: torch.device, *, as_tensors: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Allocate the block: (the tensor that keeps it alive, the address of each part, or its tensor)."""
+        block = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        if as_tensors:
+            views = {}
+            for name, (count, dtype) in self.parts.items():
+                at = self.offsets[name]
+                views[name] = block[at : at + count * dtype.itemsize].view(dtype)
+            return block, views
+        base = block.data_ptr()
+        return block, {name: base + at for name, at in self.offsets.items()}

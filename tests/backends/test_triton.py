@@ -1,0 +1,109 @@
+"""The triton backend's tactics: bounded, self-consistent, refused with a reason. What they compute: tests/kernels/interpreted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from moe_dist.backends.base import MoEProblem
+from moe_dist.backends.triton import TritonBackend, TritonConfig
+from moe_dist.config import ExecutionConfig, ExpertConfig, MoEConfig, QuantConfig, RoutingConfig
+from moe_dist.tuning.problem import Bucket, BucketLadder, Tactic
+
+BACKEND = TritonBackend()
+CPU = torch.device("cpu")  # tactics are judged by Hopper's limits where there is no GPU
+SHAPES = {  # experts, top-k, hidden, intermediate
+    "qwen3-30b-a3b": (128, 8, 2048, 768),
+    "mixtral-8x7b-tp2": (8, 2, 4096, 7168),
+    "deepseek-v3": (256, 8, 7168, 256),
+    "odd": (60, 4, 511, 33),  # nothing is a power of two
+    "one expert": (1, 1, 64, 64),
+}
+
+
+def problem_of(name: str, **parts: object) -> MoEProblem:
+    experts, top_k, hidden, inter = SHAPES[name]
+    config = MoEConfig(routing=RoutingConfig(experts, top_k), experts=ExpertConfig(hidden_size=hidden, intermediate_size=inter))
+    return MoEProblem.of(dataclasses.replace(config, **parts), routed=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])  # fp32 doubles the shared memory of every stage
+def test_every_bucket_has_a_default_and_a_bounded_list(name: str, dtype: str) -> None:
+    problem = problem_of(name, quant=QuantConfig(dtype=dtype))
+    for bucket in BucketLadder.powers_of_two(16384).buckets():
+        tactics = BACKEND.tactics(problem, bucket, CPU, TritonConfig())
+        assert 1 <= len(tactics) <= 24
+        assert len(set(tactics)) == len(tactics)
+        default = BACKEND.default(problem, bucket, CPU)
+        assert default in tactics
+        for tactic in tactics:
+            assert BACKEND.why_not_tactic(problem, tactic, bucket, CPU) is None
+            assert BACKEND.workspace(problem, tactic, bucket.high).nbytes > 0
+    assert BACKEND.why_not_tactic(problem, BACKEND.default(problem, None, CPU), None, CPU) is None
+
+
+def test_a_card_with_99_kb_gets_a_smaller_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill default needs 196,608 bytes of shared memory; such a card has 101,376 for a block."""
+    problem, bucket = problem_of("qwen3-30b-a3b"), Bucket(4097, 8192)
+    wide = BACKEND.default(problem, bucket, CPU)
+    monkeypatch.setattr("moe_dist_kernels.shared_memory_limit", lambda device: 101376)
+    reason = BACKEND.why_not_tactic(problem, wide, bucket, CPU)
+    assert reason is not None
+    assert "196608 bytes of shared memory, a block has 101376" in reason
+    for high in (1, 64, 8192):
+        default = BACKEND.default(problem, Bucket(high, high), CPU)
+        assert BACKEND.why_not_tactic(problem, default, Bucket(high, high), CPU) is None
+    assert BACKEND.default(problem, bucket, CPU) != wide
+
+
+def test_batch_invariance_has_one_tactic_for_all_buckets() -> None:
+    problem = problem_of("qwen3-30b-a3b", execution=ExecutionConfig(batch_invariant=True))
+    ladder = BucketLadder.powers_of_two(16384).buckets()
+    (only,) = {tactic for bucket in ladder for tactic in BACKEND.tactics(problem, bucket, CPU, TritonConfig())}
+    assert {BACKEND.default(problem, bucket, CPU) for bucket in (*ladder, None)} == {only}
+    other = BACKEND.default(problem_of("qwen3-30b-a3b"), ladder[-1], CPU)
+    assert "batch invariance has one family" in str(BACKEND.why_not_tactic(problem, other, ladder[-1], CPU))
+
+
+def _changed(tactic: Tactic, **params: object) -> Tactic:
+    return Tactic.of("triton", **(dict(tactic.params) | params))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"up_n": 48}, "block_n 48 must be a power of two of at least 16"),
+        ({"up_warps": 3}, "warps 3 must be 4 or 8"),
+        ({"down_stages": 9}, "stages 9 must be 1 to 8"),
+        ({"up_n": 256}, "of shared memory, a block has 232448"),
+        ({"block_m": "128"}, "block_m of .* is '128'; it must be an integer"),
+        ({"path": "scattered"}, "path is decode or sorted"),
+        ({"colour": 1}, "has parameters .*colour"),
+    ],
+)
+def test_stored_tactics_that_can_not_run_are_refused_with_the_reason(params: dict[str, object], reason: str) -> None:
+    problem, bucket = problem_of("qwen3-30b-a3b"), Bucket(4097, 8192)
+    tactic = _changed(BACKEND.default(problem, bucket, CPU), **params)
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(BACKEND.why_not_tactic(problem, tactic, bucket, CPU))
+
+
+def test_another_backends_tactic_is_refused() -> None:
+    problem = problem_of("odd")
+    assert "not a tactic of backend 'triton'" in str(BACKEND.why_not_tactic(problem, Tactic("torch_loop"), Bucket(1, 1), CPU))
+
+
+def test_a_machine_without_gpu_is_told_so() -> None:
+    assert BACKEND.why_not(problem_of("odd"), CPU, TritonConfig()) == ("it needs a CUDA GPU, not 'cpu' (tests may set TRITON_INTERPRET=1)")
+
+
+def test_workspace_grows_with_tokens_as_the_kernels_lay_it_out() -> None:
+    """Sorted, 1,024 tokens: rows of both products (8,192 x 768 and x 2,048 in bf16), 8,192 slots, and what the sort keeps."""
+    problem = problem_of("qwen3-30b-a3b")
+    tactic = BACKEND.default(problem, Bucket(1024, 1024), CPU)
+    rows = 8192 * (768 + 2048) * 2 + 8192 * 4
+    assert rows <= BACKEND.workspace(problem, tactic, 1024).nbytes <= rows + 16384
+    assert BACKEND.workspace(problem, tactic, 2048).nbytes > 1.9 * BACKEND.workspace(problem, tactic, 1024).nbytes

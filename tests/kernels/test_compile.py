@@ -1,0 +1,135 @@
+"""Every kind of kernel compiles for Hopper and Blackwell with no GPU here: registers, stack and shared memory within bounds.
+
+`python tests/kernels/test_compile.py` prints the table of all tactics that is kept in docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from moe_dist_kernels import Plan, SortedPlan, all_launches, is_interpreted
+from moe_dist_kernels.launch import Launch
+from moe_dist_kernels.routing import route_launch
+from triton.backends.compiler import GPUTarget
+
+from moe_dist.backends.base import MoEProblem
+from moe_dist.backends.triton import TritonBackend, TritonConfig, _plan, _shape
+from moe_dist.config import ExpertConfig, MoEConfig, RoutingConfig
+from moe_dist.tuning.problem import Bucket, BucketLadder
+
+pytestmark = pytest.mark.skipif(is_interpreted(), reason="interpreted kernels can't be compiled")
+
+SHARED_LIMIT = {90: 232448, 100: 232448}  # bytes that one block may take
+ARCHS = tuple(SHARED_LIMIT)
+# Kernels that may keep something on the stack, with the bytes. A spill elsewhere is a fault.
+STACK = {"down": 16}  # triton 3.9, 16-row tiles: ptxas holds itself to 64 registers; triton 3.6 keeps none
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    matrix_unit: str
+
+
+def usage(launch: Launch, arch: int) -> Usage:
+    compiled: Any = launch.compile_for(GPUTarget("cuda", arch, 32))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        report = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", report)}
+    ptx = compiled.asm["ptx"]
+    unit = next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in ptx), "")
+    return Usage(found["REG"], found["STACK"], compiled.metadata.shared, unit)
+
+
+def problem_of(experts: int, top_k: int, hidden: int, inter: int) -> MoEProblem:
+    config = MoEConfig(routing=RoutingConfig(experts, top_k), experts=ExpertConfig(hidden_size=hidden, intermediate_size=inter))
+    return MoEProblem.of(config, routed=True)
+
+
+def launches_of(problem: MoEProblem, plan: Plan, *, pdl: bool) -> dict[str, Launch]:
+    shape = _shape(problem, num_local=problem.config.routing.num_experts, mapped=False)
+    return all_launches(shape, plan, ids_dtype=torch.int32, pdl=pdl)
+
+
+QWEN = problem_of(128, 8, 2048, 768)
+ODD = problem_of(60, 4, 511, 33)  # no power of two, nothing aligned
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("problem", "tokens"),
+    [
+        (QWEN, 1),  # the small path
+        (QWEN, 64),  # rows of a few per expert: m16 tiles
+        (QWEN, 16384),  # prefill: warpgroup tiles
+        (ODD, 64),  # masked everywhere
+    ],
+    ids=["small", "middle", "large", "odd"],
+)
+def test_defaults_compile_without_spills(problem: MoEProblem, tokens: int, arch: int) -> None:
+    backend = TritonBackend()
+    plan = _plan(backend.default(problem, Bucket(tokens, tokens), torch.device("cpu")))
+    for name, launch in launches_of(problem, plan, pdl=True).items():
+        used = usage(launch, arch)
+        assert used.stack_bytes <= STACK.get(name, 0), (name, used)
+        assert used.shared_bytes <= SHARED_LIMIT[arch], (name, used)
+        if isinstance(plan, SortedPlan) and name in ("up", "down"):
+            tile, weight_tiles = (plan.up, 2) if name == "up" else (plan.down, 1)
+            stated = tile.shared_bytes(block_m=plan.block_m, weight_tiles=weight_tiles, itemsize=2)
+            assert used.shared_bytes <= stated + 1024, "the validity rule states at least what the compiler takes"
+            wide = plan.block_m >= 64
+            assert used.matrix_unit == (("wgmma" if arch == 90 else "tcgen05") if wide else "mma.sync")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_routing_compiles_without_spills(arch: int) -> None:
+    launch = route_launch(
+        logits_dtype=torch.bfloat16,
+        num_experts=256,
+        top_k=8,
+        n_group=8,
+        topk_group=4,
+        num_shared=1,
+        scoring="sigmoid",
+        renormalize=True,
+        scale=2.5,
+        bias=True,
+        pdl=True,
+    )
+    assert usage(launch, arch).stack_bytes == 0
+
+
+def every_variant() -> Iterator[tuple[str, Launch]]:
+    """Every product kernel of every tactic of every bucket for one shape, named by its parameters."""
+    backend, seen = TritonBackend(), set()
+    for bucket in BucketLadder.powers_of_two(16384).buckets():
+        for tactic in backend.tactics(QWEN, bucket, torch.device("cpu"), TritonConfig()):
+            for name, launch in launches_of(QWEN, _plan(tactic), pdl=True).items():
+                sizes = {
+                    key: launch.constants[key] for key in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "SWAP_AB") if key in launch.constants
+                }
+                label = f"{name} {sizes} warps={launch.num_warps} stages={launch.num_stages}"
+                if name in ("up", "down") and label not in seen:
+                    seen.add(label)
+                    yield label, launch
+
+
+if __name__ == "__main__":
+    for label, launch in every_variant():
+        for arch in ARCHS:
+            print(arch, label, usage(launch, arch), flush=True)
