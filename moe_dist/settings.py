@@ -1,18 +1,21 @@
 """What the process was told by its environment: the only reader of `os.environ` in the tree.
 
-Owns reading and checking variables; knows no default of any config. cli and bench may import it, and `stores` for its
-default folder. Of ours it imports errors alone.
+Owns reading and checking variables; knows no default of any config but the serving engine's. cli, bench, serving and the
+plugins may import it, and `stores` for its default folder. Of ours it imports errors alone.
 
 Variables: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT`,
-`TORCHELASTIC_USE_AGENT_STORE` (as torchrun sets them), `MOE_DIST_STORE` (URL of the store that the
-commands use when none is named), `XDG_CACHE_HOME`.
+`TORCHELASTIC_USE_AGENT_STORE` (as torchrun sets them), `MOE_DIST_STORE` (URL of the store that the commands and engines
+use when none is named), `XDG_CACHE_HOME`. For serving engines also `MOE_DIST_TUNE`, `MOE_DIST_BUDGET_S`,
+`MOE_DIST_STRATEGY`, `MOE_DIST_POLICY` and `MOE_DIST_UNSERVED`, see `ServingSettings`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 
 from moe_dist.errors import ConfigError
@@ -79,3 +82,67 @@ def default_store(environ: Mapping[str, str] = os.environ) -> str:
         return url
     cache = environ.get("XDG_CACHE_HOME")
     return str((Path(cache) if cache else Path.home() / ".cache") / "moe_dist")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingSettings:
+    """How a serving engine tunes. Each field is an environment variable, and the plugins take the same names from their engine's own config.
+
+    tune (MOE_DIST_TUNE): "tune": measure in warm-up what the store lacks; "replay": serve what the store has, the default for the rest,
+        measure nothing; "off": the defaults run.
+    store (MOE_DIST_STORE): URL or folder of the stored winners.
+    budget (MOE_DIST_BUDGET_S, seconds): how long measuring may take; the plugins cap it below the engine's start-up timeout.
+    strategy (MOE_DIST_STRATEGY): "reduce", "shard" or "reload".
+    policy (MOE_DIST_POLICY): "mode": each mode by its own clock; "auto": device time, one measurement for both modes.
+    unserved (MOE_DIST_UNSERVED): what becomes of a layer that moe_dist does not serve: "error" ends start-up with the reason, "native"
+        gives it the engine's own experts, said once in the log.
+    """
+
+    tune: str = "tune"
+    store: str
+    budget: timedelta = timedelta(seconds=120)
+    strategy: str = "reduce"
+    policy: str = "mode"
+    unserved: str = "error"
+
+    def __post_init__(self) -> None:
+        for name, allowed in _SERVING_CHOICES.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(f"moe_dist's {name} is {value!r} (MOE_DIST_{name.upper()}); choose one of {', '.join(allowed)}")
+        if self.budget <= timedelta(0):
+            raise ConfigError(
+                f"moe_dist's budget is {self.budget.total_seconds():g} s (MOE_DIST_BUDGET_S); it must be above 0; to measure nothing set tune to replay"
+            )
+
+
+_SERVING_CHOICES = {
+    "tune": ("tune", "replay", "off"),
+    "strategy": ("reduce", "shard", "reload"),
+    "policy": ("mode", "auto"),
+    "unserved": ("error", "native"),
+}
+
+
+def serving_settings(given: Mapping[str, object] | None = None, environ: Mapping[str, str] = os.environ) -> ServingSettings:
+    """The engine's settings: `given` (tune, store, budget_s, strategy, policy, unserved) first, then the environment, then the defaults.
+
+    ConfigError: an unknown name, or a value that is out of range.
+    """
+    names = (*_SERVING_CHOICES, "store", "budget_s")
+    given = dict(given or {})
+    if unknown := sorted(set(given) - set(names)):
+        raise ConfigError(f"moe_dist has no setting {unknown[0]!r}; known: {', '.join(sorted(names))}")
+    values = {name: given.get(name, environ.get(f"MOE_DIST_{name.upper()}") or None) for name in names}
+    chosen: dict[str, str] = {name: str(values[name]) for name in _SERVING_CHOICES if values[name] is not None}
+    budget = timedelta(seconds=_seconds(values["budget_s"])) if values["budget_s"] is not None else ServingSettings.budget
+    return ServingSettings(store=str(values["store"] or default_store(environ)), budget=budget, **chosen)
+
+
+def _seconds(value: object) -> float:
+    try:
+        seconds = float(str(value))
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise ConfigError(f"moe_dist's budget is {value!r} (MOE_DIST_BUDGET_S); it must be a number of seconds")
+    return seconds

@@ -58,12 +58,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "moe_dist.checks": (*LEAVES, "moe_dist.tensors", "moe_dist.backends"),
     "moe_dist.operation": (*LEAVES, "moe_dist.tensors", "moe_dist.backends", "moe_dist.checks", "moe_dist.tuning.probe"),
     "moe_dist.layer": (*LEAVES, "moe_dist.tensors", "moe_dist.backends", "moe_dist.checks", "moe_dist.operation", "moe_dist.tuning"),
+    "moe_dist.serving": (*CORE, "moe_dist.settings"),
     "moe_dist.interop": (*LEAVES, "moe_dist.backends"),
     "moe_dist.bench": (*CORE, "moe_dist.interop", "moe_dist.settings"),
     "moe_dist.cli": (*CORE, "moe_dist.interop", "moe_dist.settings", "moe_dist.bench", "moe_dist"),
     "moe_dist": CORE,  # the public names
-    "moe_dist_vllm": ("moe_dist",),
-    "moe_dist_sglang": ("moe_dist",),
+    **dict.fromkeys(("moe_dist_vllm", "moe_dist_sglang"), ("moe_dist", "moe_dist.serving", "moe_dist.settings")),
 }
 LIGHT = ("triton", "redis", "vllm", "sglang")  # what the core's import never loads
 

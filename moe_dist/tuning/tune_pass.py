@@ -67,6 +67,7 @@ class PassSettings:
     deployment: str
     budget: timedelta | None
     mixed_environments: bool
+    measure: bool = True
 
     def agreed(self) -> dict[str, Any]:
         """Plain values under the names that an error shows."""
@@ -75,6 +76,7 @@ class PassSettings:
             "window_us": self.policy.window / timedelta(microseconds=1), "strategy": self.strategy, "objective": self.objective,
             "probe": self.probe, "ladder": self.ladder.bounds, "buckets": tuple(bucket.high for bucket in self.buckets),
             "modes": self.modes, "deployment": self.deployment, "budget_s": self.budget.total_seconds() if self.budget is not None else None,
+            "measure": self.measure,
         }  # fmt: skip
         return {name: canonical(value) for name, value in plain.items()}
 
@@ -145,7 +147,7 @@ class TunePass:
         try:
             self._on_progress(ProgressEvent("agree"))
             agreed = self._agree()
-            to_tune = [cell for cell in agreed.cells if cell.serve is None]
+            to_tune = [cell for cell in agreed.cells if cell.serve is None] if self._settings.measure else []
             if self._settings.strategy == "reload":
                 # Who talks to peers can't be tuned apart: such cells are reduced, whatever the strategy.
                 together = [cell for cell in to_tune if any(tactic.collective for tactic in cell.tactics)]
@@ -165,7 +167,7 @@ class TunePass:
         except BaseException as error:
             group.withdraw(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
             raise
-        if group.is_leader:
+        if group.is_leader and self._settings.measure:
             self._publish(outcome)
         self._memory.update((self._key(cell).path, entry) for cell, entry in outcome.entries.items())
         self._on_progress(ProgressEvent("done", len(to_tune), len(to_tune)))
@@ -479,7 +481,7 @@ class TunePass:
             epoch=table,
             cells=tuple(planned.cell for planned in agreed.cells),
             keys={planned.cell: self._key(planned.cell).digest for planned in agreed.cells},
-            measured=sum(len(planned.tactics) for planned in agreed.cells if planned.serve is None),
+            measured=sum(len(planned.tactics) for planned in agreed.cells if planned.serve is None and self._settings.measure),
             hits=len(hits),
             rejected=tuple((outcome.cell, tactic, reason) for outcome in decided for tactic, reason in outcome.rejected),
             entries=kept,

@@ -126,20 +126,26 @@ class Tuner:
         """Remember an operation for the passes to come; the first of equal problems is kept. Measures nothing."""
         self._records.setdefault(operation.problem, operation)
 
-    def run_pass(self, buckets: Sequence[Bucket] | None = None) -> PassReport:
+    def run_pass(
+        self, buckets: Sequence[Bucket] | None = None, *, policy: MeasurementPolicy | None = None, measure: bool = True
+    ) -> PassReport:
         """Agree, measure, decide, commit for everything recorded on any rank; all ranks of the group call it alike.
 
-        buckets: a part of the ladder; None: all of it. On return the new epoch is served. On any error the previous one is:
-        SettingsDiffer, NothingRunnable, RankLost, RankWithdrawn, PassAborted, RendezvousLost; TunerStateError when misused.
+        buckets: a part of the ladder; None: all of it. policy: of this pass; None: the tuner's. measure False: cells whose
+        entry every rank accepts are served, the rest keep what they have, and nothing is timed or stored.
+        On return the new epoch is served. On any error the previous one is: SettingsDiffer, NothingRunnable, RankLost,
+        RankWithdrawn, PassAborted, RendezvousLost; TunerStateError when misused.
         """
         self._require_usable()
         chosen = tuple(self.ladder.buckets() if buckets is None else buckets)
         if unknown := [bucket for bucket in chosen if bucket not in self.ladder.buckets()]:
             raise ConfigError(f"bucket {unknown[0]} is not in the ladder {self.ladder.bounds}")
         started = time.monotonic()
+        policy = policy or self.policy
         settings = PassSettings(
-            policy=self.policy, strategy=self._strategy, objective=self._objective, probe=self._probe, ladder=self.ladder, buckets=chosen,
-            modes=self.modes, deployment=self._deployment, budget=self._budget, mixed_environments=self._mixed,
+            policy=policy, strategy=self._strategy, objective=self._objective, probe=self._probe, ladder=self.ladder, buckets=chosen,
+            modes=policy.modes(self.device.type), deployment=self._deployment, budget=self._budget, mixed_environments=self._mixed,
+            measure=measure,
         )  # fmt: skip
         outcome = TunePass(
             settings, self._group, self.environment, self._records, self.store, serving=self.epoch, memory=self._memory,

@@ -1,0 +1,223 @@
+"""What the framework plugins share: a served model's layers, their one tuning in warm-up, and the lines that say what serves what.
+
+Owns the order of things in an engine's start-up. Knows no framework: the plugins turn a framework's layer into a config and
+a weight pack, and say which group runs in step and which token counts will run. The plugins alone import this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from moe_dist.backends.base import Backend, MoEProblem
+from moe_dist.config import MoEConfig
+from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT
+from moe_dist.layer import MoELayer
+from moe_dist.operation import MoEOperation
+from moe_dist.settings import ServingSettings
+from moe_dist.tensors import MoEActivationPack, MoEWeightPack
+from moe_dist.tuning.policy import MeasurementPolicy
+from moe_dist.tuning.problem import Bucket, BucketLadder, Epoch, Winner, digest
+from moe_dist.tuning.tune_pass import ProgressEvent
+from moe_dist.tuning.tuner import Tuner
+
+log = logging.getLogger("moe_dist.serving")
+
+PROGRESS_LINE_EVERY_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenCounts:
+    """The token counts of a call that an engine will run, equal on all ranks.
+
+    max_num_tokens: the largest. captured: the counts that it captures as CUDA graphs, () for none.
+    eager_from: the least count that also runs eagerly; None: only those above the largest captured one do.
+    """
+
+    max_num_tokens: int
+    captured: tuple[int, ...] = ()
+    eager_from: int | None = None
+
+    @property
+    def ladder(self) -> BucketLadder:
+        """Powers of two, the largest count, and the largest captured one, so that no bucket is shared by graphs and larger eager calls."""
+        bounds = set(BucketLadder.powers_of_two(self.max_num_tokens).bounds) | {
+            count for count in (max(self.captured, default=0),) if count
+        }
+        return BucketLadder(tuple(sorted(bounds)))
+
+    def buckets(self, mode: str) -> tuple[Bucket, ...]:
+        """The buckets of `ladder` in which `mode` runs."""
+        if mode == "cuda_graph":
+            return tuple(b for b in self.ladder.buckets() if any(b.low <= count <= b.high for count in self.captured))
+        least = self.eager_from if self.eager_from is not None else max(self.captured, default=0) + 1
+        return tuple(b for b in self.ladder.buckets() if b.high >= least)
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadlines:
+    """How long tuning may take in an engine that gives its whole start-up `startup_timeout`: equal inputs, so equal on all ranks.
+
+    Measuring gets a quarter at most, a silent rank a tenth, the pass as a whole half: weights are loaded and graphs captured in the rest.
+    """
+
+    budget: timedelta
+    progress_timeout: timedelta
+    cap: timedelta
+
+    @classmethod
+    def within(cls, settings: ServingSettings, startup_timeout: timedelta) -> Deadlines:
+        return cls(min(settings.budget, startup_timeout / 4), min(PROGRESS_TIMEOUT, startup_timeout / 10), min(CAP, startup_timeout / 2))
+
+
+@dataclasses.dataclass
+class _Served:
+    name: str
+    layer: MoELayer
+    weights: MoEWeightPack
+    extra_backends: tuple[Backend, ...]
+
+
+class ServedModel:
+    """The MoE layers of one model on this rank. Layers are added while the model loads, tuned once in warm-up, then served.
+
+    deployment: whose epochs these are. versions: of foreign backends among the layers' extra ones, part of every key.
+    """
+
+    def __init__(self, settings: ServingSettings, *, deployment: str, versions: Mapping[str, str] | None = None) -> None:
+        self.settings = settings
+        self.epoch = Epoch(deployment=deployment)
+        self._deployment, self._versions = deployment, dict(versions or {})
+        self._layers: list[_Served] = []
+
+    def add(self, name: str, config: MoEConfig, weights: MoEWeightPack, extra_backends: Iterable[Backend] = ()) -> MoELayer:
+        """A layer to call with `weights`; it runs the defaults until the model is tuned. extra_backends: the framework's own, for this layer.
+
+        name: replaces the layer of that name, whose weights were reloaded. InputError: the weights don't fit the config.
+        UnsupportedBackend: no backend can run this layer; carries every one's reason.
+        """
+        extra = tuple(extra_backends)
+        served = _Served(name, MoELayer(extra_backends=extra, **config), weights, extra)
+        _bind(served)
+        self._layers = [other for other in self._layers if other.name != name]
+        self._layers.append(served)
+        return served.layer
+
+    def tune(self, counts: TokenCounts, group: dist.ProcessGroup | None, startup_timeout: timedelta) -> int:
+        """Tune every distinct layer together with the ranks of `group`, then bind all layers to the one epoch. All its ranks call this.
+
+        group: the ranks that run these layers in step; None: alone. Returns how many candidates were timed here: 0 after a warm start.
+        Whatever `Tuner.run_pass` raises: the engine's start-up must end with it. StoreError: the store's URL has no meaning.
+        """
+        settings, started, measured = self.settings, time.monotonic(), 0
+        if settings.tune != "off" and (self._layers or group is not None):
+            device = self._layers[0].weights.w13.device if self._layers else None
+            passes = _passes(settings, counts, device)
+            limits = Deadlines.within(settings, startup_timeout)
+            with Tuner(
+                store=settings.store, group=group, strategy=settings.strategy, ladder=counts.ladder, deployment=self._deployment,
+                device=device, versions=self._versions, budget=limits.budget / max(1, len(passes)),
+                progress_timeout=limits.progress_timeout, cap=limits.cap, on_progress=_progress_line(),
+            ) as tuner:  # fmt: skip
+                for served in self._layers:
+                    problem = MoEProblem.of(served.layer.config, routed=True)
+                    tuner.record(MoEOperation(problem, served.weights, served.weights.w13.device, extra_backends=served.extra_backends))
+                for policy, buckets in passes:
+                    measured += tuner.run_pass(buckets, policy=policy, measure=settings.tune == "tune").measured
+            self.epoch = tuner.epoch
+            for served in self._layers:
+                served.layer.tuner = tuner
+        for served in self._layers:
+            _bind(served)
+        for line in self.describe(counts):
+            log.info("%s", line)
+        log.info("%s; %s took %.1f s", self.summary(measured), settings.tune, time.monotonic() - started)
+        return measured
+
+    def summary(self, measured: int) -> str:
+        settings = self.settings
+        if settings.tune == "off":
+            return f"{len(self._layers)} layers run the defaults: tuning is off"
+        return f"{len(self._layers)} layers serve epoch {self.epoch.number} ({self.epoch.digest[:8]}) of {settings.store}; {measured} candidates timed"
+
+    def describe(self, counts: TokenCounts) -> list[str]:
+        """One line a distinct layer: which tactic serves each bucket and mode, and where it came from."""
+        distinct: dict[str, list[_Served]] = {}
+        for served in self._layers:
+            distinct.setdefault(digest(MoEProblem.of(served.layer.config, routed=True).key()), []).append(served)
+        return [_describe(alike, counts, self.epoch) for alike in distinct.values()]
+
+
+def _passes(
+    settings: ServingSettings, counts: TokenCounts, device: torch.device | None
+) -> list[tuple[MeasurementPolicy, tuple[Bucket, ...]]]:
+    """One pass a mode, by that mode's own clock; or one for both, by device time."""
+    if settings.policy == "auto":
+        return [(MeasurementPolicy("auto"), counts.ladder.buckets())]
+    return [(MeasurementPolicy(mode), counts.buckets(mode)) for mode in ("cuda_graph", "eager") if counts.buckets(mode)]
+
+
+def _bind(served: _Served) -> None:
+    """A call without tokens: the layer checks its weights, builds its index and binds every tactic, before anything is captured."""
+    config = served.layer.config
+    device, slots = served.weights.w13.device, config.routing.slots
+    problem = MoEProblem.of(config, routed=True)
+    served.layer(
+        (
+            MoEActivationPack(
+                hidden_states=torch.empty(0, config.experts.hidden_size, dtype=problem.dtype, device=device),
+                topk_ids=torch.empty(0, slots, dtype=torch.int32, device=device),
+                topk_weights=torch.empty(0, slots, device=device),
+            ),
+            served.weights,
+        )
+    )
+
+
+def _describe(alike: Sequence[_Served], counts: TokenCounts, epoch: Epoch) -> str:
+    layer = alike[0].layer
+    config = layer.config
+    routing, experts, quant, parallel = config.routing, config.experts, config.quant, config.parallel
+    shape = (
+        f"{routing.num_experts} experts top-{routing.top_k}, hidden {experts.hidden_size}, intermediate {experts.intermediate_size}, "
+        f"{quant.weight or quant.dtype}{f' by {quant.granularity}' if quant.granularity else ''}, tp {parallel.tp_size} ep {parallel.ep_size}"
+    )
+    problem = MoEProblem.of(config, routed=True).key()
+    parts = []
+    for mode in ("eager", "cuda_graph"):
+        winners = epoch.of(problem, mode)
+        runs: list[tuple[int, int, str]] = []
+        for bucket in counts.buckets(mode):
+            winner = winners.get(bucket)
+            said = f"{layer.lookup(bucket.high, mode)} [{_source(winner)}]"
+            if runs and runs[-1][2] == said:
+                runs[-1] = (runs[-1][0], bucket.high, said)
+            else:
+                runs.append((bucket.low, bucket.high, said))
+        parts += [f"{mode} {Bucket(low, high)}: {said}" for low, high, said in runs]
+    return f"{len(alike)} x ({shape}), first {alike[0].name}: " + "; ".join(parts)
+
+
+def _source(winner: Winner | None) -> str:
+    if winner is None:
+        return "default"
+    return {"tuned": "tuned now", "hit": "store", "epoch": "epoch"}[winner.source]
+
+
+def _progress_line() -> Callable[[ProgressEvent], None]:
+    """A line when measuring begins, and then one every ten seconds."""
+    said = 0.0
+
+    def say(event: ProgressEvent) -> None:
+        nonlocal said
+        if event.phase == "measure" and time.monotonic() - said >= PROGRESS_LINE_EVERY_S:
+            said = time.monotonic()
+            log.info("tuning %d of %d: %s", event.done + 1, event.cells, event.cell)
+
+    return say

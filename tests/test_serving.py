@@ -1,0 +1,139 @@
+"""What both plugins share: which buckets an engine's counts need, and a model's layers tuned, replayed and left alone."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import moe_dist as md
+from moe_dist.serving import Deadlines, ServedModel, TokenCounts
+from moe_dist.settings import ServingSettings, serving_settings
+
+CPU = torch.device("cpu")
+ENGINE_TIMEOUT = timedelta(seconds=600)
+COUNTS = TokenCounts(max_num_tokens=4)
+
+
+def config(experts: int = 4) -> md.MoEConfig:
+    return md.MoEConfig(
+        routing=md.RoutingConfig(experts, 2),
+        experts=md.ExpertConfig(hidden_size=16, intermediate_size=8),
+        quant=md.QuantConfig(dtype="fp32"),
+        execution=md.ExecutionConfig(tune_max_num_tokens=4),
+    )
+
+
+def weights_of(config: md.MoEConfig, seed: int = 0) -> md.MoEWeightPack:
+    return md.make_random_weights(md.MoEProblem.of(config, routed=True), 0, 0, CPU, seed=seed)
+
+
+def model(store: Path | str, tune: str = "tune") -> ServedModel:
+    served = ServedModel(ServingSettings(store=str(store), tune=tune, budget=timedelta(seconds=30)), deployment="test")
+    # Two layers alike and one of another shape: two distinct problems.
+    for index, experts in enumerate((4, 4, 6)):
+        served.add(f"layers.{index}", config(experts), weights_of(config(experts), seed=index))
+    return served
+
+
+def test_buckets_are_those_that_the_engine_runs() -> None:
+    # 24 is captured and no power of two: it gets a bound of its own, so that the eager 25 to 32 share no bucket with graphs.
+    counts = TokenCounts(max_num_tokens=100, captured=(1, 2, 8, 24))
+    assert counts.ladder.bounds == (1, 2, 4, 8, 16, 24, 32, 64, 100)
+    assert [b.high for b in counts.buckets("cuda_graph")] == [1, 2, 8, 24]  # nothing is captured in 3-4 and 9-16
+    assert [b.high for b in counts.buckets("eager")] == [32, 64, 100]
+    # Full decode graphs alone: prefill of any length is eager too.
+    assert [b.high for b in TokenCounts(100, (1, 24), eager_from=1).buckets("eager")] == [1, 2, 4, 8, 16, 24, 32, 64, 100]
+    assert [b.high for b in TokenCounts(5).buckets("eager")] == [1, 2, 4, 5]
+    assert not TokenCounts(5).buckets("cuda_graph")
+
+
+def test_deadlines_stay_below_the_engine_s_own() -> None:
+    settings = ServingSettings(store="memory:")
+    assert Deadlines.within(settings, ENGINE_TIMEOUT) == Deadlines(timedelta(seconds=120), timedelta(seconds=60), timedelta(seconds=300))
+    # An impatient engine: every limit shrinks with it.
+    assert Deadlines.within(settings, timedelta(seconds=40)) == Deadlines(
+        timedelta(seconds=10), timedelta(seconds=4), timedelta(seconds=20)
+    )
+
+
+def test_settings_come_from_the_engine_then_the_environment_then_defaults() -> None:
+    environ = {"MOE_DIST_TUNE": "replay", "MOE_DIST_STORE": "memory:", "MOE_DIST_BUDGET_S": "7.5"}
+    assert serving_settings(None, environ) == ServingSettings(store="memory:", tune="replay", budget=timedelta(seconds=7.5))
+    assert serving_settings({"tune": "off", "budget_s": 3}, environ) == ServingSettings(
+        store="memory:", tune="off", budget=timedelta(seconds=3)
+    )
+    assert serving_settings(None, {"MOE_DIST_STORE": "/x"}).budget == timedelta(seconds=120)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tune": "always"}, r"tune is 'always' \(MOE_DIST_TUNE\); choose one of tune, replay, off"),
+        ({"budget_s": "soon"}, r"budget is 'soon' \(MOE_DIST_BUDGET_S\); it must be a number of seconds"),
+        ({"budget_s": "inf"}, r"budget is 'inf'"),
+        ({"budget_s": 0}, r"budget is 0 s \(MOE_DIST_BUDGET_S\); it must be above 0"),
+        ({"stroe": "x"}, r"no setting 'stroe'; known: budget_s, policy, store, strategy, tune, unserved"),
+    ],
+)
+def test_wrong_settings_are_named(given: dict[str, object], message: str) -> None:
+    with pytest.raises(md.ConfigError, match=message):
+        serving_settings(given, {})
+
+
+def test_tunes_once_then_starts_warm_and_replays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cold = model(tmp_path)
+    assert cold.tune(COUNTS, None, ENGINE_TIMEOUT) > 0
+    warm = model(tmp_path)
+    caplog.set_level(logging.INFO, "moe_dist.serving")
+    assert warm.tune(COUNTS, None, ENGINE_TIMEOUT) == 0
+    assert warm.epoch.digest == cold.epoch.digest
+    assert len(warm.epoch.winners) == 2 * 3  # two distinct layers, buckets 1, 2 and 3-4
+    lines = [record.getMessage() for record in caplog.records if " x (" in record.getMessage()]
+    assert [line.partition(" experts")[0] for line in lines] == ["2 x (4", "1 x (6"]
+    assert all("[store]" in line and "[default]" not in line for line in lines)
+    replayed = model(tmp_path, "replay")
+    assert replayed.tune(COUNTS, None, ENGINE_TIMEOUT) == 0
+    assert replayed.epoch.winners.keys() == cold.epoch.winners.keys()
+
+
+def test_replay_measures_and_stores_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "moe_dist.serving")
+    served = model(tmp_path, "replay")
+    assert served.tune(COUNTS, None, ENGINE_TIMEOUT) == 0
+    assert not served.epoch.winners
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and "entries" in path.parts]
+    assert "1-4: torch_grouped(" in caplog.text
+    assert "[default]" in caplog.text
+
+
+def test_off_opens_no_store(tmp_path: Path) -> None:
+    served = model(tmp_path / "never", "off")
+    assert served.tune(COUNTS, None, ENGINE_TIMEOUT) == 0
+    assert not (tmp_path / "never").exists()
+
+
+def test_tuned_layers_still_compute_the_layer(tmp_path: Path) -> None:
+    served = ServedModel(ServingSettings(store="memory:"), deployment="test")
+    weights = weights_of(config())
+    layer = served.add("layers.0", config(), weights)
+    generator = torch.Generator().manual_seed(0)
+    acts = md.MoEActivationPack(
+        hidden_states=torch.randn(3, 16, generator=generator),
+        topk_ids=torch.tensor([[0, 1], [2, 3], [3, 0]], dtype=torch.int32),
+        topk_weights=torch.rand(3, 2, generator=generator),
+    )
+    before = layer((acts, weights))
+    served.tune(COUNTS, None, ENGINE_TIMEOUT)
+    assert layer.tuner is not None
+    torch.testing.assert_close(layer((acts, weights)), before)
+
+
+def test_a_reloaded_layer_replaces_the_one_of_its_name() -> None:
+    served = ServedModel(ServingSettings(store="memory:", tune="off"), deployment="test")
+    served.add("layers.0", config(4), weights_of(config(4)))
+    served.add("layers.0", config(6), weights_of(config(6)))
+    assert [line.partition(" experts")[0] for line in served.describe(COUNTS)] == ["1 x (6"]
