@@ -111,7 +111,7 @@ class MoEProbe:
         self.copies = spec.copies
         self._operation = operation
         problem, device = operation.moe_problem, operation.device
-        self._inputs = [probe_inputs(problem, num_tokens, spec, copy, device) for copy in range(spec.copies)]
+        self.inputs = [probe_inputs(problem, num_tokens, spec, copy, device) for copy in range(spec.copies)]
         self._outputs = GuardedOutputs(output_shape(problem, num_tokens), problem.dtype, spec.copies, device)
         self._sample_truth(num_tokens)
         operation.weights_changed()
@@ -119,7 +119,7 @@ class MoEProbe:
     def _sample_truth(self, num_tokens: int) -> None:
         a_copy = max(1, min(num_tokens, TRUTH_ROWS // self.copies))
         self._rows = torch.linspace(0, num_tokens - 1, a_copy, device=self._operation.device).round().long()
-        sampled = _sampled(self._inputs, self._rows)
+        sampled = _sampled(self.inputs, self._rows)
         layer, problem = self._operation.layer, self._operation.moe_problem
         self._truth = compute(layer, sampled).flatten(1)
         yardstick = compute(layer, sampled, dtype=problem.dtype, quantise_rows=problem.config.quant.weight == "fp8").flatten(1)
@@ -134,29 +134,35 @@ class MoEProbe:
         return float((result.float() - self._truth).norm(dim=1).max()) / self._scale
 
     def bind(self, tactic: Tactic) -> MoERun:
-        return MoERun(tactic, self._operation.bind(tactic), self._inputs, self._outputs.tensors)
+        return MoERun(tactic, self._operation.bind(tactic), self.inputs, self._outputs.tensors)
 
     def check(self, run: Callable[[int], Tactic]) -> str | None:
         asked = getattr(run, "tactic", None)  # a caller may have wrapped what `bind` gave, in a captured graph for one
         self._outputs.poison()
-        before = [{name: tensor.clone() for name, tensor in vars(acts).items() if tensor is not None} for acts in self._inputs]
-        for i in range(self.copies):
-            executed = run(i)
-            if asked is not None and executed != asked:
-                return f"it executed {executed} instead of {asked}"
-        if (fault := self._outputs.fault()) is not None:
+        before = [{name: tensor.clone() for name, tensor in vars(acts).items() if tensor is not None} for acts in self.inputs]
+        executed = [run(i) for i in range(self.copies)]
+        changed = self._restore(before)  # the next candidate is judged by what this one was given
+        for tactic in executed:
+            if asked is not None and tactic != asked:
+                return f"it executed {tactic} instead of {asked}"
+        if (fault := changed or self._outputs.fault()) is not None:
             return fault
-        for i, (acts, tensors) in enumerate(zip(self._inputs, before, strict=True)):
-            for name, tensor in tensors.items():
-                if not torch.equal(getattr(acts, name), tensor):
-                    setattr(acts, name, tensor)  # the next candidate is judged by what this one was given
-                    return f"it changed {name} of input set {i}"
         if self._operation.weights_changed():
             return "the weights differ from what they were: it, or a tactic before it, wrote to them"
         error = self._error(torch.cat([output[self._rows].flatten(1) for output in self._outputs.tensors]))
         if not error <= self._limit:
             return f"its error is {error:.3g} of the result, above {self._limit:.3g}, {TOLERANCE:g} times that of plain torch"
         return None
+
+    def _restore(self, before: Sequence[dict[str, torch.Tensor]]) -> str | None:
+        """Make the inputs what they were; what was changed first, or None."""
+        changed = None
+        for i, (acts, tensors) in enumerate(zip(self.inputs, before, strict=True)):
+            for name, tensor in tensors.items():
+                if not torch.equal(getattr(acts, name), tensor):
+                    getattr(acts, name).copy_(tensor)
+                    changed = changed or f"it changed {name} of input set {i}"
+        return changed
 
 
 def probe_inputs(problem: MoEProblem, num_tokens: int, spec: ProbeSpec, copy: int, device: torch.device) -> MoEActivationPack:
