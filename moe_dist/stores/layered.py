@@ -32,6 +32,11 @@ class LayeredStore:
     def degraded(self) -> str | None:
         return self.shared.degraded
 
+    @property
+    def journal_folder(self) -> str | None:
+        """The local layer's, where it has one: crashes are a matter of this host."""
+        return getattr(self.local, "journal_folder", None)
+
     def get(self, key: str) -> bytes | None:
         return self.get_many([key]).get(key)
 

@@ -34,7 +34,7 @@ EPOCH = Epoch(
     {
         Cell(PROBLEMS[0], "eager", Bucket(1, 1)): Winner(ENTRY.tactic, 12.5, ENTRY.default, 20.0, "epoch"),
         Cell(PROBLEMS[0], "cuda_graph", Bucket(33, 64)): Winner(Tactic.of("all_reduce", collective=True), 3.0, ENTRY.default, 4.0, "epoch"),
-        Cell(PROBLEMS[1], "eager", Bucket(1, 1)): Winner(ENTRY.default, 20.0, ENTRY.default, 20.0, "epoch"),
+        Cell(PROBLEMS[1], "eager", Bucket(1, 1)): Winner(ENTRY.tactic, 20.0, ENTRY.default, None, "epoch"),
     },
 )
 ENTRIES = (encode_entry(ENTRY), encode_entry(dataclasses.replace(ENTRY, key=pack("other"))))
@@ -83,7 +83,13 @@ tactics = st.builds(
 microseconds = st.floats(0, allow_nan=False, allow_infinity=False)
 times = st.builds(Timed, microseconds, microseconds, st.integers(1, 2**40))
 entries = st.builds(
-    Entry, st.binary(max_size=64), tactics, times, tactics, times, st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=4)
+    Entry,
+    st.binary(max_size=64),
+    tactics,
+    times,
+    tactics,
+    st.none() | times,
+    st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=4),
 )
 
 

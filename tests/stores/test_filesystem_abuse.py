@@ -1,0 +1,393 @@
+"""A directory under abuse. The bar: no wrong hit, no exception to the caller, no acknowledged entry lost (deleted storage aside),
+no temporary file left after the next attach."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from moe_dist.stores.codec import Malformed, decode_entry, encode_entry
+from moe_dist.stores.filesystem import SUFFIX, TEMPORARY, FilesystemStore
+from moe_dist.tuning.problem import Entry, Tactic, Timed, digest, pack
+
+TIME = Timed(12.5, 0.25, 40)
+
+
+def entry_of(key, note=""):
+    return Entry(pack(key), Tactic.of("triton", block_m=64), TIME, Tactic.of("torch_grouped"), TIME, {"note": note})
+
+
+def temporaries(root):
+    """Every file that is no value, whatever its name."""
+    return [path for path in Path(root).rglob("*") if path.is_file() and not path.name.endswith(SUFFIX)]
+
+
+def warnings_of(caplog):
+    return [record for record in caplog.records if record.name == "moe_dist.stores"]
+
+
+# --- writers that are killed
+
+WRITERS = """
+import os, random, signal, sys, time
+from moe_dist.stores.codec import encode_entry
+from moe_dist.stores.filesystem import FilesystemStore
+from moe_dist.tuning.problem import Entry, Tactic, Timed, pack
+root, acks = sys.argv[1:]
+TIME = Timed(12.5, 0.25, 40)
+
+def write(writer):
+    store = FilesystemStore(root)
+    ack = os.open(f"{acks}/{writer}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for count in range(1_000_000):
+        # its own key, which it alone writes; a key of all; a key that is new each time
+        for key in (f"own/w{writer}", f"common/k{count % 3}", f"new/w{writer}/n{count}"):
+            entry = Entry(pack(key), Tactic.of("triton", w=writer), TIME, Tactic.of("torch"), TIME, {"count": str(count), "pad": "x" * 2000})
+            if store.put(key, encode_entry(entry)):
+                os.write(ack, f"{key} {count}\\n".encode())
+
+children = []
+for writer in range(16):
+    child = os.fork()
+    if child == 0:
+        try:
+            write(writer)
+        finally:
+            os._exit(1)
+    children.append(child)
+print("started", flush=True)
+time.sleep(1.5)
+for child in children:
+    time.sleep(random.random() * 0.05)
+    os.kill(child, signal.SIGKILL)
+statuses = [os.waitpid(child, 0)[1] for child in children]
+print(statuses.count(signal.SIGKILL), flush=True)
+"""
+
+
+def test_sixteen_writers_killed_in_the_middle(tmp_path):
+    root, acks = tmp_path / "store", tmp_path / "acks"
+    acks.mkdir()
+    with subprocess.Popen([sys.executable, "-c", WRITERS, str(root), str(acks)], stdout=subprocess.PIPE, text=True) as crew:
+        assert crew.stdout.readline() == "started\n"
+        store, read = FilesystemStore(root), 0
+        while crew.poll() is None:
+            for key in (f"own/w{read % 16}", f"common/k{read % 3}"):
+                value = store.get(key)
+                if value is not None:
+                    decode_entry(value, digest(key))  # raises on a part, or on another key's entry
+            read += 1
+            time.sleep(0.002)
+        assert crew.stdout.read() == "16\n"  # all died by the signal, none by an exception
+    assert read > 1
+
+    store = FilesystemStore(root)
+    assert temporaries(root) == []
+    assert store.degraded is None
+    acknowledged = [line.split() for path in acks.iterdir() for line in path.read_text().splitlines()]
+    assert len(acknowledged) > 100
+    found = {key: decode_entry(value, digest(key)) for key, value in store.get_many(key for key, _ in acknowledged).items()}
+    assert set(found) == {key for key, _ in acknowledged}
+    for key, count in acknowledged:
+        if not key.startswith("common/"):  # its writer's last acknowledged value, or one that was published and not acknowledged
+            assert int(found[key].provenance["count"]) >= int(count)
+    for key in store.list(""):
+        decode_entry(store.get(key), digest(key))
+
+
+def test_an_interrupt_in_the_middle_leaves_no_temporary_file(tmp_path, monkeypatch):
+    def interrupt(handle):
+        raise KeyboardInterrupt
+
+    store = FilesystemStore(tmp_path)
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        store.put("a/b", b"1")
+    assert temporaries(tmp_path) == []
+    assert store.get("a/b") is None
+
+
+def test_a_directory_that_is_deleted_again_and_again(tmp_path):
+    store, done = FilesystemStore(tmp_path / "s"), threading.Event()
+
+    def remove():
+        while not done.is_set():
+            shutil.rmtree(tmp_path / "s", ignore_errors=True)
+
+    remover = threading.Thread(target=remove)
+    remover.start()
+    try:
+        for number in range(200):
+            store.put(f"a/b/k{number}", b"1")
+            store.get(f"a/b/k{number}")
+            store.list("a")
+    finally:
+        done.set()
+        remover.join()
+    assert store.put("a/b/after", b"2")
+    assert FilesystemStore(tmp_path / "s").get("a/b/after") == b"2"
+    assert temporaries(tmp_path) == []
+
+
+# --- disks that say no
+
+
+@contextlib.contextmanager
+def tmpfs(folder, size):
+    folder.mkdir()
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True).returncode
+    ):
+        pytest.skip("mounting a tmpfs is not allowed here; the simulated errors stand for it")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full_and_then_read_only(tmp_path, caplog):
+    with tmpfs(tmp_path / "disk", "128k"):
+        store = FilesystemStore(tmp_path / "disk")
+        taken = [number for number in range(40) if store.put(f"a/k{number}", bytes(10_000))]
+        assert 0 < len(taken) < 13
+        assert temporaries(tmp_path) == []
+        assert len(store.list("a")) == len(store.get_many([f"a/k{number}" for number in range(40)])) == 40
+        assert FilesystemStore(tmp_path / "disk").list("a") == sorted(f"a/k{number}" for number in taken)
+        (warning,) = warnings_of(caplog)
+        assert f"store file://{tmp_path}/disk: No space left on device" in warning.getMessage()
+        for number in taken:
+            store.delete(f"a/k{number}")
+        assert store.put("a/k39", bytes(10_000))
+
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
+        store = FilesystemStore(tmp_path / "disk")
+        assert store.get("a/k39") == bytes(10_000)
+        assert store.degraded is None
+        assert not store.put("a/k1", b"1")
+        store.delete("a/k39")
+        assert store.list("a") == ["a/k1"]
+        assert FilesystemStore(tmp_path / "disk").list("a") == ["a/k39"]
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE, errno.EBUSY, errno.EXDEV, errno.EMFILE], ids=errno.errorcode.get
+)  # fmt: skip
+@pytest.mark.parametrize("call", ["mkdir", "open", "write", "fsync", "rename"])
+def test_every_call_may_fail(call, number, tmp_path, monkeypatch, caplog):
+    store = FilesystemStore(tmp_path / "s")
+
+    def fail(*args, **options):
+        raise OSError(number, os.strerror(number), "somewhere")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        assert not store.put("a/b", b"1")
+        assert not store.put("a/c", b"2")
+        assert os.strerror(number) in store.degraded
+        if call != "open":
+            assert store.get_many(["a/b", "a/c"]) == {"a/b": b"1", "a/c": b"2"}
+        assert store.list("a") == ["a/b", "a/c"]
+    assert temporaries(tmp_path) == []
+    assert FilesystemStore(tmp_path / "s").list("") == []
+    (warning,) = warnings_of(caplog)
+    assert f"store file://{tmp_path}/s: {os.strerror(number)}" in warning.getMessage()
+    assert store.put("a/b", b"3")
+    assert FilesystemStore(tmp_path / "s").get("a/b") == b"3"
+
+
+@pytest.fixture
+def as_nobody():
+    """A folder that this process may not write: root may write everywhere, so it steps down for the test."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    root = os.geteuid() == 0
+
+    @contextlib.contextmanager
+    def nobody():
+        if root:
+            os.seteuid(65534)
+        try:
+            yield
+        finally:
+            if root:
+                os.seteuid(0)
+
+    yield folder, nobody
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def test_a_directory_without_write_permission(as_nobody, caplog):
+    folder, nobody = as_nobody
+    FilesystemStore(folder).put("a/b", b"1")
+    for path in (folder, folder / "a"):
+        path.chmod(0o555)
+    with nobody():
+        store = FilesystemStore(folder)
+        assert store.get("a/b") == b"1"
+        assert store.list("") == ["a/b"]
+        assert warnings_of(caplog) == []  # a reader needs no more
+        assert not store.put("a/c", b"2")
+        assert not store.put("d/e", b"3")
+        store.delete("a/b")
+        assert store.list("") == ["a/c", "d/e"]
+        (warning,) = warnings_of(caplog)
+        assert f"store file://{folder}: Permission denied" in warning.getMessage()
+
+
+def test_an_unreadable_file_or_folder_hides_nothing_else(as_nobody, caplog):
+    folder, nobody = as_nobody
+    for key in ("a/open", "a/shut", "b/inside"):
+        FilesystemStore(folder).put(key, b"1")
+    (folder / f"a/shut{SUFFIX}").chmod(0)
+    (folder / "b").chmod(0)
+    with nobody():
+        store = FilesystemStore(folder)
+        assert store.get_many(["a/shut", "a/open", "b/inside"]) == {"a/open": b"1"}
+        assert "Permission denied" in store.degraded
+        assert store.list("") == ["a/open", "a/shut"]
+        assert len(warnings_of(caplog)) == 1
+        assert store.get("a/open") == b"1"
+        assert store.degraded is None
+
+
+@pytest.mark.parametrize("kind", ["dangling", "loop"])
+def test_a_root_that_is_a_broken_link(kind, tmp_path, caplog):
+    os.symlink(tmp_path / ("link" if kind == "loop" else "nowhere"), tmp_path / "link")
+    store = FilesystemStore(tmp_path / "link")
+    assert not store.put("a/b", b"1")
+    assert store.get("a/b") == b"1"
+    assert len(warnings_of(caplog)) == 1
+
+
+# --- what NFS does
+
+
+def test_a_rename_that_was_done_but_answered_by_an_error_is_a_success(tmp_path, monkeypatch):
+    rename = os.rename
+
+    def lost_answer(source, target):
+        rename(source, target)
+        raise OSError(errno.EIO, "answer lost")
+
+    monkeypatch.setattr(os, "rename", lost_answer)
+    store = FilesystemStore(tmp_path)
+    assert store.put("a/b", b"1")
+    assert store.put("a/b", b"2")
+    assert FilesystemStore(tmp_path).get("a/b") == b"2"
+    assert temporaries(tmp_path) == []
+
+
+def test_a_file_that_is_replaced_on_the_server_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    store, failures = FilesystemStore(tmp_path), [1]
+    store.put("a/b", b"1")
+    read = os.read
+
+    def stale_once(handle, size):
+        if failures:
+            failures.pop()
+            raise OSError(errno.ESTALE, "stale")
+        return read(handle, size)
+
+    monkeypatch.setattr(os, "read", stale_once)
+    assert store.get("a/b") == b"1"
+    assert not failures
+    assert store.degraded is None
+
+
+def test_where_files_cannot_be_locked_only_an_old_temporary_file_is_a_dead_writers(tmp_path, monkeypatch):
+    def no_locks(handle, operation):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert FilesystemStore(tmp_path).put("a/b", b"1")
+    young, old = tmp_path / f"a/{TEMPORARY}young", tmp_path / f"a/{TEMPORARY}old"
+    for path in (young, old):
+        path.write_bytes(b"part")
+    os.utime(old, (0, 0))
+    FilesystemStore(tmp_path)
+    assert temporaries(tmp_path) == [young]
+
+
+# --- files that are not what they should be
+
+KEY = "entries/e1/k1"
+GOOD = encode_entry(entry_of(KEY))
+
+
+class Bomb:
+    def __reduce__(self):
+        return (os.mkdir, ("executed",))
+
+
+def with_version(version):
+    body = msgpack.unpackb(GOOD)
+    return msgpack.packb({**body, "v": version})
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (encode_entry(entry_of("entries/e2/k1")), "lies where"),  # misplaced by hand, or another environment's
+        (with_version(0), "format version 0; this release reads 1"),
+        (with_version(2), "format version 2; this release reads 1"),
+        (b"", "not msgpack"),
+        (json.dumps({"v": 1}).encode(), "not msgpack|no map"),
+        (pickle.dumps(Bomb()), "not msgpack|no map"),
+        (b"PK\x03\x04" + bytes(100), "not msgpack|no map"),
+        (msgpack.packb([1, 2]), "no map"),
+        (msgpack.packb({"v": 1, "kind": "epoch"}), "kind 'epoch'"),
+        (bytes(1 << 20), "the limit is"),
+    ],
+    ids=["other key", "older", "newer", "empty", "json", "pickle", "zip", "list", "epoch", "large"],
+)
+def test_a_foreign_file_in_an_entrys_place_is_a_miss_with_its_reason(data, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = FilesystemStore(tmp_path)
+    store.put(KEY, GOOD)
+    (tmp_path / f"{KEY}{SUFFIX}").write_bytes(data)
+    with pytest.raises(Malformed, match=reason):
+        decode_entry(store.get(KEY), digest(KEY))
+    assert not (tmp_path / "executed").exists()
+    assert store.put(KEY, GOOD)  # and the next save replaces it
+    assert decode_entry(store.get(KEY), digest(KEY)) == entry_of(KEY)
+
+
+def test_a_file_damaged_at_any_byte_is_never_a_hit(tmp_path):
+    store = FilesystemStore(tmp_path)
+    assert store.put(KEY, GOOD)
+    path = tmp_path / f"{KEY}{SUFFIX}"
+    damaged = [GOOD[:length] for length in range(len(GOOD))]
+    damaged += [GOOD[:at] + bytes([GOOD[at] ^ 0xFF]) + GOOD[at + 1 :] for at in range(len(GOOD))]
+    damaged += [GOOD[:at] + b"\0" + GOOD[at:] for at in range(len(GOOD) + 1)]
+    for data in damaged:
+        path.write_bytes(data)
+        value = store.get(KEY)
+        assert value == data
+        with pytest.raises(Malformed):
+            decode_entry(value, digest(KEY))
+    assert store.degraded is None
+
+
+def test_an_entry_copied_by_hand_to_another_host_hits(tmp_path):
+    entry = dataclasses.replace(entry_of(KEY), provenance={"host": "one"})
+    FilesystemStore(tmp_path / "one").put(KEY, encode_entry(entry))
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    assert decode_entry(FilesystemStore(tmp_path / "two").get(KEY), digest(KEY)) == entry

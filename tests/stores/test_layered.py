@@ -1,0 +1,112 @@
+"""Local over shared, as two hosts see it (a directory each, one server), and a store that is never written."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+import pytest
+from redis_server import RedisServer
+
+from moe_dist.errors import StoreError
+from moe_dist.stores.filesystem import FilesystemStore
+from moe_dist.stores.layered import LayeredStore, ReadOnlyStore
+from moe_dist.stores.memory import MemoryStore
+from moe_dist.stores.open import open_store
+from moe_dist.stores.redis import RedisStore
+
+
+@pytest.fixture
+def hosts(server, tmp_path):
+    url = f"redis://127.0.0.1:{server.port}?timeout=20"
+    return [open_store(f"layered:{tmp_path}/{host},{url}") for host in ("one", "two")]
+
+
+def test_what_one_host_publishes_the_other_finds_and_keeps(hosts, server):
+    one, two = hosts
+    assert one.put("x/y", b"1")
+    assert two.get("x/y") == b"1"
+    with server.client() as client:
+        client.flushall()
+    assert two.local.get("x/y") == b"1"
+    assert two.get("x/y") == one.get("x/y") == b"1"
+    assert two.list("x") == ["x/y"]
+
+
+def test_the_shared_store_knows_what_is_newest(hosts):
+    one, two = hosts
+    one.put("x/y", b"1")
+    assert two.get("x/y") == b"1"
+    one.put("x/y", b"2")
+    assert two.get("x/y") == b"2"
+    assert two.local.get("x/y") == b"2"
+
+
+def test_delete_is_for_this_host_and_the_shared_store(hosts):
+    one, two = hosts
+    one.put("x/y", b"1")
+    two.get("x/y")
+    one.delete("x/y")
+    assert one.get("x/y") is None
+    assert two.shared.get("x/y") is None
+    assert two.get("x/y") == b"1"  # as the class says
+
+
+def test_the_other_hosts_disk_is_not_shared(tmp_path):
+    """Two node-local directories taken for a shared one: put is True on both, and neither sees the other's."""
+    one, two = FilesystemStore(tmp_path / "one"), FilesystemStore(tmp_path / "two")
+    assert one.put("x/y", b"1")
+    assert two.get("x/y") is None
+
+
+def test_without_the_server_the_local_layer_answers_and_nothing_is_durable(tmp_path, caplog):
+    with RedisServer() as server:
+        url = f"redis://127.0.0.1:{server.port}?timeout=1"
+        store = LayeredStore(FilesystemStore(tmp_path), RedisStore.from_url(url, retry_after=timedelta(0)))
+        assert store.put("x/y", b"1")
+        server.stop()
+        assert store.get("x/y") == b"1"
+        assert "ConnectionError" in store.degraded
+        assert not store.put("x/z", b"2")
+        assert store.list("x") == ["x/y", "x/z"]
+        assert FilesystemStore(tmp_path).get("x/z") == b"2"
+        assert open_store(f"layered:{tmp_path},{url}").get("x/z") == b"2"  # a later process, the server still gone
+        server.start()
+        assert store.put("x/z", b"3")
+        assert store.degraded is None
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 2  # one a handle
+
+
+def test_a_local_disk_that_takes_nothing_hurts_nobody(server, tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    store = open_store(f"layered:{tmp_path}/file,redis://127.0.0.1:{server.port}?timeout=20")
+    assert store.put("x/y", b"1")
+    assert store.get("x/y") == b"1"
+    assert store.degraded is None
+    assert [str(tmp_path / "file") in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_urls_and_journal(tmp_path, server):
+    store = open_store(f"layered:{tmp_path},redis://u:secret@127.0.0.1:{server.port}")
+    assert store.url == f"layered:file://{tmp_path},redis://127.0.0.1:{server.port}/0"
+    assert "secret" not in repr(store) + repr(ReadOnlyStore(store))
+    assert store.journal_folder == FilesystemStore(tmp_path).journal_folder
+    assert LayeredStore(MemoryStore(), MemoryStore()).journal_folder is None
+    with pytest.raises(StoreError, match="a layered store needs two"):
+        open_store("layered:/only/one")
+
+
+def test_a_read_only_store_sends_no_write(server):
+    url = f"redis://127.0.0.1:{server.port}?timeout=20"
+    open_store(url).put("x/y", b"1")
+    with server.client() as client:
+        client.config_resetstat()
+        store = ReadOnlyStore(open_store(url))
+        assert store.get("x/y") == b"1"
+        assert not store.put("x/y", b"2")
+        assert not store.put("x/z", b"3")
+        store.delete("x/y")
+        assert store.get("x/y") is None
+        assert store.list("x") == ["x/z"]
+        assert {"cmdstat_set", "cmdstat_del"}.isdisjoint(client.info("commandstats"))
+    assert open_store(url).get("x/y") == b"1"
