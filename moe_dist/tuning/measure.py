@@ -71,9 +71,12 @@ class EventClock:
 
 
 class GraphClock:
-    """Device time of replays of one graph that holds a call on each input set. What can't be captured raises here."""
+    """Device time of replays of one graph that holds a call on each input set. What can't be captured raises here.
 
-    def __init__(self, run: Run, copies: int, device: torch.device) -> None:
+    pool: memory that the graphs of one cell share; they are replayed one at a time and read nothing that another left.
+    """
+
+    def __init__(self, run: Run, copies: int, device: torch.device, pool: Any = None) -> None:
         self._copies, self._device = copies, device
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -82,7 +85,8 @@ class GraphClock:
             run(0)
         torch.cuda.current_stream(device).wait_stream(stream)
         _synchronize(device)
-        with torch.cuda.graph(self._graph):
+        # thread_local: what other threads of the process do meanwhile (a communicator's watchdog) can't spoil the capture.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             for index in range(copies):
                 run(index)
         self._graph.replay()
@@ -100,11 +104,11 @@ class GraphClock:
         return float(start.elapsed_time(end)) * 1e3 / (replays * self._copies)
 
 
-def make_clock(policy: MeasurementPolicy, run: Run, copies: int, device: torch.device) -> Clock:
+def make_clock(policy: MeasurementPolicy, run: Run, copies: int, device: torch.device, pool: Any = None) -> Clock:
     """The clock of `policy`; on a CPU, host time is the device's, so `auto` and `eager` are one."""
     if device.type != "cuda" or policy.kind == "eager":
         return EagerClock(run, copies, device)
-    return GraphClock(run, copies, device) if policy.kind == "cuda_graph" else EventClock(run, copies, device)
+    return GraphClock(run, copies, device, pool) if policy.kind == "cuda_graph" else EventClock(run, copies, device)
 
 
 class CellMeasurer:
@@ -130,6 +134,7 @@ class CellMeasurer:
         self._call_us: dict[Tactic, float] = {}
         self._probe: Probe | None = None
         self._bound: dict[Tactic, Run] = {}
+        self._pool: Any = torch.cuda.graph_pool_handle() if policy.kind == "cuda_graph" else None
 
     def prepare(self, tactics: Iterable[Tactic]) -> None:
         """Compile, check and warm up every candidate that is not ready yet. What fails is remembered with its reason, not raised."""
@@ -149,7 +154,9 @@ class CellMeasurer:
                 self._clocks.pop(tactic, None)
 
     def round(self, alive: Sequence[Tactic], *, sweeps: int | None = None) -> dict[Tactic, Measurement]:
-        """One interleaved round over `alive`: every candidate's median and spread, or its failure."""
+        """One interleaved round over `alive`: every candidate's median and spread, or its failure. The others' graphs are let go."""
+        for dropped in self._clocks.keys() - set(alive):
+            del self._clocks[dropped]
         measured: dict[Tactic, Measurement] = {tactic: self._failed[tactic] for tactic in alive if tactic in self._failed}
         ready = [tactic for tactic in alive if tactic in self._clocks]
         if not ready:
@@ -188,7 +195,7 @@ class CellMeasurer:
             fault, raised = self._attempt(lambda: probe.check(run))
         if (reason := raised or fault) is not None:
             return Failed(reason)
-        clock, reason = self._attempt(lambda: make_clock(self._policy, run, probe.copies, self._operation.device))
+        clock, reason = self._attempt(lambda: make_clock(self._policy, run, probe.copies, self._operation.device, self._pool))
         times: list[float] = []
         while clock is not None and len(times) < windows:
             self._progress()
@@ -221,7 +228,7 @@ class CellMeasurer:
             run(0)
             _synchronize(device)
             self._call_us[tactic] = max((time.perf_counter_ns() - start) / 1e3, 1.0)
-            self._clocks[tactic] = make_clock(self._policy, run, probe.copies, device)
+            self._clocks[tactic] = make_clock(self._policy, run, probe.copies, device, self._pool)
             return None
 
         fault, raised = self._attempt(prepare)
