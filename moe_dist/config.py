@@ -7,6 +7,7 @@ imports errors alone.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -33,6 +34,14 @@ def _positive(owner: str, **values: int) -> None:
 def _one_of(owner: str, name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{owner}.{name} is {value!r}; choose one of {', '.join(map(repr, allowed))}")
+
+
+def _number(config: object, **values: float) -> None:
+    """Numbers are kept as floats: 1 and 1.0 mean one thing and must not give two keys."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ConfigError(f"{type(config).__name__}.{name} is {value!r}; it must be a finite number")
+        object.__setattr__(config, name, float(value))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +77,7 @@ class RoutingConfig:
         _positive("RoutingConfig", num_experts=self.num_experts, top_k=self.top_k)
         if self.top_k > self.num_experts:
             raise ConfigError(f"RoutingConfig.top_k {self.top_k} exceeds num_experts {self.num_experts}; choose at most {self.num_experts}")
+        _number(self, routed_scaling_factor=self.routed_scaling_factor)
         _one_of("RoutingConfig", "scoring", self.scoring, SCORINGS)
         _one_of("RoutingConfig", "correction_bias", self.correction_bias, CORRECTION_BIASES)
         if (self.n_group is None) != (self.topk_group is None):
@@ -197,6 +207,7 @@ class ActivationConfig:
 
     def __post_init__(self) -> None:
         _one_of("ActivationConfig", "kind", self.kind, (*GATED_ACTIVATIONS, *UNGATED_ACTIVATIONS))
+        _number(self, alpha=self.alpha, beta=self.beta, **({} if self.limit is None else {"limit": self.limit}))
         if self.limit is not None and not self.limit > 0:
             raise ConfigError(f"ActivationConfig.limit is {self.limit!r}; it must be above 0, or None for no clamp")
         if (self.alpha, self.beta) != (1.0, 0.0) and self.kind != "swiglu" and not (self.kind == "geglu" and self.alpha == 1.0):
