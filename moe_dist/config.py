@@ -327,7 +327,7 @@ class MoEConfig:
             raise ConfigError(f"ep_size {ep} exceeds num_experts {experts}; choose at most {experts}")
         if experts % ep and not self.parallel.uneven:
             raise ConfigError(
-                f"num_experts {experts} is not divisible by ep_size {ep}; choose an ep_size that divides it, or set uneven=True"
+                f"num_experts {experts} is not divisible by ep_size {ep}; choose an ep_size that divides it, or set uneven=True (--allow-uneven)"
             )
         if ep > 1 and self.routing.num_fused_shared_experts:
             raise ConfigError(

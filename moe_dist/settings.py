@@ -1,10 +1,10 @@
 """What the process was told by its environment: the only reader of `os.environ` in the tree.
 
-Owns reading and checking variables; knows no default of any config but the serving engine's. cli, bench, serving and the
-plugins may import it, and `stores` for its default folder. Of ours it imports errors alone.
+Owns reading and checking variables; knows no default of any config but the serving engine's. cli, bench, serving, the tuner
+and the plugins may import it. Of ours it imports errors alone.
 
-Variables: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT`,
-`TORCHELASTIC_USE_AGENT_STORE` (as torchrun sets them), `MOE_DIST_STORE` (URL of the store that the commands and engines
+Variables: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_RUN_ID`,
+`TORCHELASTIC_RESTART_COUNT`, `TORCHELASTIC_USE_AGENT_STORE` (as torchrun sets them), `MOE_DIST_STORE` (URL of the store that the commands and engines
 use when none is named), `XDG_CACHE_HOME`. For serving engines also `MOE_DIST_TUNE`, `MOE_DIST_BUDGET_S`,
 `MOE_DIST_STRATEGY`, `MOE_DIST_POLICY` and `MOE_DIST_UNSERVED`, see `ServingSettings`.
 """
@@ -49,10 +49,13 @@ def rank_settings(environ: Mapping[str, str] = os.environ) -> RankSettings:
     """Read what torchrun set; a group of one when it set nothing. ConfigError: a value is no number or out of range."""
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return RankSettings()
-    rank = _integer(environ, "RANK", 0)
+    rank, world_size = _integer(environ, "RANK", 0), _integer(environ, "WORLD_SIZE", 1)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if world_size > 1 and missing:
+        raise ConfigError(f"WORLD_SIZE is {world_size}, but {' and '.join(missing)} is not set; start the ranks with torchrun")
     return RankSettings(
         rank=rank,
-        world_size=_integer(environ, "WORLD_SIZE", 1),
+        world_size=world_size,
         local_rank=_integer(environ, "LOCAL_RANK", rank),
         launched=True,
     )

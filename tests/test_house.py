@@ -62,6 +62,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "moe_dist.interop": (*LEAVES, "moe_dist.backends"),
     "moe_dist.bench": (*CORE, "moe_dist.interop", "moe_dist.settings"),
     "moe_dist.cli": (*CORE, "moe_dist.interop", "moe_dist.settings", "moe_dist.bench", "moe_dist"),
+    "moe_dist.tune": ("moe_dist.cli",),
     "moe_dist": CORE,  # the public names
     **dict.fromkeys(("moe_dist_vllm", "moe_dist_sglang"), ("moe_dist", "moe_dist.serving", "moe_dist.settings")),
 }

@@ -1,0 +1,70 @@
+"""`moe-dist doctor`: what is installed, which devices there are, which backends run, and whether the store can be used.
+
+Reports; changes nothing but one value that it writes into the store and removes again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import uuid
+
+import torch
+
+from moe_dist.backends.registry import explain_backends
+from moe_dist.config import ExpertConfig, MoEConfig, RoutingConfig
+from moe_dist.settings import default_store
+from moe_dist.stores.open import open_store
+
+HELP = "say what is installed, which devices and backends there are, and whether the store can be used"
+DISTRIBUTIONS = ("moe-dist", "torch", "triton", "msgpack", "redis", "nvidia-ml-py", "vllm", "sglang", "flashinfer-python")
+SMALL = MoEConfig(routing=RoutingConfig(8, 2), experts=ExpertConfig(hidden_size=256, intermediate_size=256))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--store", help="folder or URL (default: $MOE_DIST_STORE, else the user's cache)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0: this machine can tune; 1: its store can't keep results."""
+    print(f"python {platform.python_version()} on {platform.platform()}")
+    for name in DISTRIBUTIONS:
+        print(f"{name} {_version(name)}")
+    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+    for device in devices:
+        print(f"{device}: {_describe(device)}")
+    for device in devices[:2]:
+        for name, reason in explain_backends(SMALL, device).items():
+            print(f"backend {name} on {device.type}: {'runs a small bf16 layer' if reason is None else reason}")
+    return _check_store(arguments.store or default_store())
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"{platform.machine()}, {torch.get_num_threads()} threads"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs, {properties.total_memory >> 30} GiB"
+
+
+def _check_store(url: str) -> int:
+    store = open_store(url)
+    key = f"doctor/{uuid.uuid4().hex}"
+    try:
+        kept = store.put(key, b"moe-dist doctor")
+        found = store.get(key)
+        store.delete(key)
+    finally:
+        store.close()
+    if kept and found == b"moe-dist doctor":
+        print(f"store {store.url}: written, read back and removed a value")
+        return 0
+    print(f"store {store.url}: does not keep what is written; tuning would last as long as its process")
+    return 1

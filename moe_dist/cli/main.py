@@ -1,0 +1,52 @@
+"""The `moe-dist` command. Owns the list of subcommands and how an error becomes one line and an exit code.
+
+A subcommand is a module with `HELP`, `add_arguments(parser)` and `run(arguments) -> exit code`. Exit codes: 0 done; 1 it was
+tried and failed; 2 it was asked for wrongly, and nothing was started; 128 + n ended by signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from moe_dist.cli import doctor, store, tune
+from moe_dist.errors import ConfigError, MoEDistError, StoreError, UnsupportedBackend
+from moe_dist.settings import rank_settings
+
+COMMANDS = {"tune": tune, "store": store, "doctor": doctor}
+WRONGLY_ASKED = (ConfigError, StoreError, UnsupportedBackend)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of exiting, so that one rank speaks for all."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; {self.prog} --help lists what there is")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="moe-dist", description="Tunes the mixture-of-experts layers of a served model, the same on every rank.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand. What every rank was told wrongly, rank 0 says, in one line; all exit alike."""
+    rank = 0
+    try:
+        rank = rank_settings().rank
+        logging.basicConfig(level=logging.WARNING, format=f"moe-dist: rank {rank}: %(message)s")
+        arguments = build_parser().parse_args(argv)
+        code: int = arguments.run(arguments)
+        return code
+    except MoEDistError as error:
+        if rank == 0:
+            print(f"moe-dist: {error}", file=sys.stderr)
+        return 2 if isinstance(error, WRONGLY_ASKED) else 1

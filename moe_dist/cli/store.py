@@ -1,0 +1,134 @@
+"""`moe-dist store`: look into a store of winners, and remove from it. Reads and deletes bytes; tunes and adopts nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from moe_dist.errors import ConfigError
+from moe_dist.settings import default_store
+from moe_dist.stores.base import Store
+from moe_dist.stores.codec import Malformed, decode_entry, decode_epoch
+from moe_dist.stores.open import open_store
+from moe_dist.tuning.problem import Winner, unpack
+
+HELP = "list, show and remove what a store holds"
+FOLDERS = ("entries", "epochs")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--store", help="folder or URL (default: $MOE_DIST_STORE, else the user's cache)")
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    listing = actions.add_parser("ls", help="one line a value: key, what it is, winner and default")
+    listing.add_argument("prefix", nargs="?", help="only below this key: entries, epochs, or further down")
+    show = actions.add_parser("show", help="a value's whole content as JSON")
+    show.add_argument("key")
+    remove = actions.add_parser("rm", help="remove values; what is removed is tuned again when asked for")
+    remove.add_argument("keys", nargs="+", metavar="key", help="a key, or a prefix for everything below it")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    store = open_store(arguments.store or default_store())
+    try:
+        return {"ls": _ls, "show": _show, "rm": _rm}[arguments.action](store, arguments)
+    finally:
+        store.close()
+
+
+def _ls(store: Store, arguments: argparse.Namespace) -> int:
+    keys = _below(store, arguments.prefix)
+    values = store.get_many(keys)
+    for key in keys:
+        print(f"{key}  {_line(key, values[key]) if key in values else '(gone)'}")
+    print(f"{len(keys)} values in {store.url}", file=sys.stderr)
+    return 0
+
+
+def _show(store: Store, arguments: argparse.Namespace) -> int:
+    value = store.get(arguments.key)
+    if value is None:
+        raise ConfigError(f"{store.url} holds no {arguments.key!r}; `moe-dist store ls` lists its keys")
+    print(json.dumps(_content(arguments.key, value), indent=1))
+    return 0
+
+
+def _rm(store: Store, arguments: argparse.Namespace) -> int:
+    for named in arguments.keys:
+        keys = [named] if store.get(named) is not None else _below(store, named)
+        if not keys:
+            raise ConfigError(f"{store.url} holds nothing at or below {named!r}; `moe-dist store ls` lists its keys")
+        for key in keys:
+            store.delete(key)
+        print(f"removed {len(keys)} values at {named}")
+    return 0
+
+
+def _below(store: Store, prefix: str | None) -> list[str]:
+    prefixes = [prefix.rstrip("/")] if prefix else FOLDERS
+    return [key for folder in prefixes for key in store.list(folder)]
+
+
+def _line(key: str, value: bytes) -> str:
+    try:
+        if key.startswith("epochs/"):
+            epoch, entries = decode_epoch(value)
+            return f"epoch {epoch.number} of {epoch.deployment!r}: {len(epoch.winners)} winners, {len(entries)} entries"
+        entry = decode_entry(value)
+    except Malformed as error:
+        return f"(unreadable: {error})"
+    cell = _plain(unpack(entry.key))["cell"]
+    default_us = f"{entry.default_time.median_us:.1f} us" if entry.default_time else "fails"
+    times = f"{entry.tactic} {entry.time.median_us:.1f} us, default {entry.default} {default_us}"
+    return f"{cell['problem']['operation']} {cell['mode']} tokens {cell['bucket']['low']}-{cell['bucket']['high']}: {times}"
+
+
+def _content(key: str, value: bytes) -> Any:
+    try:
+        if key.startswith("epochs/"):
+            epoch, entries = decode_epoch(value)
+            winners = [{"cell": str(cell), **_winner(winner)} for cell, winner in epoch.winners.items()]
+            return {
+                "number": epoch.number,
+                "deployment": epoch.deployment,
+                "digest": epoch.digest,
+                "winners": winners,
+                "entries": len(entries),
+            }
+        entry = decode_entry(value)
+    except Malformed as error:
+        raise ConfigError(f"{key}: {error}; remove it with `moe-dist store rm`") from error
+    return {
+        "key": _plain(unpack(entry.key)),
+        "tactic": str(entry.tactic),
+        "median_us": entry.time.median_us,
+        "spread_us": entry.time.spread_us,
+        "default": str(entry.default),
+        "default_us": entry.default_time.median_us if entry.default_time else None,
+        "provenance": dict(entry.provenance),
+    }
+
+
+def _winner(winner: Winner) -> dict[str, Any]:
+    return {
+        "tactic": str(winner.tactic),
+        "tactic_us": winner.tactic_us,
+        "default": str(winner.default),
+        "default_us": winner.default_us,
+    }
+
+
+def _plain(canonical: Any) -> Any:
+    """A canonical form as JSON: tuples of (name, value) become objects, and a dataclass loses its name."""
+    if isinstance(canonical, tuple):
+        if len(canonical) == 2 and isinstance(canonical[0], str) and _is_pairs(canonical[1]):
+            return _plain(canonical[1])
+        if _is_pairs(canonical):
+            return {name: _plain(value) for name, value in canonical}
+        return [_plain(item) for item in canonical]
+    return canonical
+
+
+def _is_pairs(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(isinstance(p, tuple) and len(p) == 2 and isinstance(p[0], str) for p in value)

@@ -1,0 +1,284 @@
+"""`moe-dist tune`: tune a model's MoE layer ahead of a deployment, alone or on all ranks of a torchrun.
+
+Owns the arguments, their checks before any rank starts work, the process group, the order of passes and how a run ends. What is
+shown and written lies in `tune_report.py`. One pass a bucket: an interrupt keeps every bucket that was committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from moe_dist.backends.base import MoEProblem
+from moe_dist.backends.registry import usable_backends
+from moe_dist.cli.tune_report import Progress, TuneResult, count_diverged, print_summary, write_json
+from moe_dist.config import DTYPES
+from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT
+from moe_dist.errors import ConfigError, GroupError
+from moe_dist.interop.hf_config import QUANT_NAMES, ModelShape, read_model
+from moe_dist.operation import MoEOperation, make_random_weights
+from moe_dist.settings import RankSettings, default_store, rank_settings
+from moe_dist.stores.base import Store
+from moe_dist.stores.open import open_store
+from moe_dist.tuning.policy import OBJECTIVES, POLICIES, STRATEGIES, MeasurementPolicy
+from moe_dist.tuning.problem import BucketLadder, ProbeSpec
+from moe_dist.tuning.tune_pass import ProgressEvent
+from moe_dist.tuning.tuner import Tuner
+
+HELP = "tune a model's MoE layer ahead of a deployment; under torchrun, on all its ranks together"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="a known name, a Hugging Face repo id, a config.json or the folder that holds one")
+    parser.add_argument("--tp", type=_positive, default=1, help="ranks that cut every expert (default 1)")
+    parser.add_argument("--ep", type=_positive, default=1, help="ranks that share out the experts (default 1)")
+    parser.add_argument("--allow-uneven", action="store_true", help="let the first ranks hold one expert more")
+    parser.add_argument("--dtype", choices=DTYPES, help="of activations (default: the checkpoint's)")
+    parser.add_argument("--quant", choices=tuple(QUANT_NAMES), help="weight format (default: the checkpoint's)")
+    parser.add_argument("--routed", action="store_true", help="calls bring topk_ids and topk_weights, as a serving engine's do")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--buckets", type=_buckets, help="where buckets end: '1,2,4', or '1:256' for the powers of two between")
+    sizes.add_argument("--max-tokens", type=_positive, default=8192, help="powers of two up to this token count (default 8192)")
+    parser.add_argument("--policy", choices=POLICIES, default="eager", help="how time is taken (default eager)")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="reduce", help="who times what (default reduce)")
+    parser.add_argument("--objective", choices=OBJECTIVES, default="max", help="over the ranks (default max: the slowest sets the pace)")
+    parser.add_argument("--routing", choices=("uniform", "zipf"), default="uniform", help="how probes spread tokens (default uniform)")
+    parser.add_argument("--seed", type=int, default=0, help="of probes and random weights (default 0)")
+    parser.add_argument("--budget", type=_seconds, help="seconds to measure in, shared evenly by the buckets (default: no limit)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--store", help="folder or URL of the results (default: $MOE_DIST_STORE, else the user's cache)")
+    parser.add_argument("--deployment", default="default", help="whose epochs these are (default 'default')")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--progress-timeout", type=_seconds, default=PROGRESS_TIMEOUT, help="seconds without progress: a rank is lost")
+    parser.add_argument("--cap", type=_seconds, default=CAP, help="seconds that one pass may take in all")
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> timedelta:
+    with contextlib.suppress(ValueError, OverflowError):
+        if (value := timedelta(seconds=float(text))) > timedelta(0):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+
+
+def _buckets(text: str) -> BucketLadder:
+    """'1,2,4', '1:256' (1, the powers of two after it, and 256), or both, as in '1:256,1000'."""
+    bounds: set[int] = set()
+    for part in text.split(","):
+        first, colon, last = part.partition(":")
+        low, high = _positive(first), _positive(last if colon else first)
+        if low > high:
+            raise argparse.ArgumentTypeError(f"{part!r} falls; write the smaller token count first")
+        bounds |= {low, high, *(1 << power for power in range(high.bit_length()) if low < 1 << power < high)}
+    return BucketLadder(tuple(sorted(bounds)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneJob:
+    """Arguments that were checked: nothing about them can fail any more. Equal on all ranks but for `ranks` and `device`."""
+
+    arguments: argparse.Namespace
+    ranks: RankSettings
+    shape: ModelShape
+    problem: MoEProblem
+    ladder: BucketLadder
+    policy: MeasurementPolicy
+    device: torch.device
+    store: Store
+
+    @property
+    def ep_rank(self) -> int:
+        return self.ranks.rank // int(self.arguments.tp)
+
+    @property
+    def tp_rank(self) -> int:
+        """Neighbouring ranks cut the same experts."""
+        return self.ranks.rank % int(self.arguments.tp)
+
+
+def plan_job(arguments: argparse.Namespace, ranks: RankSettings) -> TuneJob:
+    """Check everything before any rank starts work. ConfigError: what is wrong and what to do instead.
+    UnsupportedBackend: no backend can run this on the device, each with its reason. StoreError: no such store."""
+    ladder = arguments.buckets or BucketLadder.powers_of_two(arguments.max_tokens)
+    shape = read_model(arguments.model)
+    config = shape.moe_config(
+        tp_size=arguments.tp,
+        ep_size=arguments.ep,
+        uneven=arguments.allow_uneven,
+        dtype=arguments.dtype,
+        quant=arguments.quant,
+        routed=arguments.routed,
+        tune_max_num_tokens=ladder.max_num_tokens,
+    )
+    needed = arguments.tp * arguments.ep
+    if ranks.world_size != needed:
+        raise ConfigError(
+            f"--tp {arguments.tp} x --ep {arguments.ep} needs {needed} ranks, but {ranks.world_size} "
+            f"{'were' if ranks.world_size > 1 else 'was'} started; use torchrun --nproc-per-node {needed} -m moe_dist.tune"
+        )
+    policy = MeasurementPolicy(arguments.policy)
+    policy.modes(arguments.device)
+    if arguments.json is not None and arguments.json.is_dir():
+        raise ConfigError(f"--json {str(arguments.json)!r} is a folder; name a file")
+    problem = MoEProblem.of(config, routed=arguments.routed)
+    device = _device(arguments.device, ranks)
+    usable_backends(problem, device, config.options)
+    return TuneJob(
+        arguments=arguments,
+        ranks=ranks,
+        shape=shape,
+        problem=problem,
+        ladder=ladder,
+        policy=policy,
+        device=device,
+        store=open_store(arguments.store or default_store()),
+    )
+
+
+def _device(kind: str, ranks: RankSettings) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    if ranks.local_rank >= (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"--device cuda: rank {ranks.rank} needs GPU {ranks.local_rank}, but torch sees {count} on this host; "
+            "start fewer ranks a host, or use --device cpu"
+        )
+    return torch.device("cuda", ranks.local_rank)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    job = plan_job(arguments, rank_settings())
+    with _signals() as interrupts:
+        result = _tune(job, interrupts)
+    if job.ranks.rank != 0:
+        return result.exit_code
+    if result.error:
+        print(f"moe-dist: {result.error}", file=sys.stderr)
+    print_summary(job.problem.config, result, sys.stdout)
+    if arguments.json is not None:
+        try:
+            write_json(arguments.json, job.shape, job.problem.config, arguments, result)
+        except OSError as error:
+            print(f"moe-dist: the results can't be written: {error}", file=sys.stderr)
+            return result.exit_code or 1
+    return result.exit_code
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM arrived: leave by the same way out as any exception, telling the peers."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(signal.Signals(number).name)
+
+
+class _Interrupts:
+    """Raises once at the first signal. Python drops what is raised inside a finaliser, so `check` raises it again."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.number is None:
+            self.number = number
+            raise Interrupted(number)
+
+    def check(self) -> None:
+        if self.number is not None:
+            raise Interrupted(self.number)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Interrupts]:
+    """The two signals that end a run, while the run lasts."""
+    interrupts = _Interrupts()
+    before = {number: signal.signal(number, interrupts) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interrupts
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
+    """All passes, in order of token count. What ends them early is in the result; what was committed until then stays."""
+    arguments, buckets = job.arguments, job.ladder.buckets()
+    result = TuneResult(ranks=job.ranks.world_size, store=job.store.url, passes=len(buckets))
+    started = time.monotonic()
+    progress = Progress(len(buckets) * len(job.policy.modes(job.device.type)), shown=job.ranks.rank == 0 and sys.stderr.isatty())
+
+    def on_progress(event: ProgressEvent) -> None:
+        interrupts.check()
+        progress.update(event)
+
+    try:
+        group = _process_group(job)
+        with (
+            progress,
+            Tuner(
+                store=job.store,
+                policy=job.policy,
+                group=group,
+                strategy=arguments.strategy,
+                objective=arguments.objective,
+                ladder=job.ladder,
+                probe=ProbeSpec(routing=arguments.routing, seed=arguments.seed),
+                budget=arguments.budget and arguments.budget / len(buckets),
+                deployment=arguments.deployment,
+                device=job.device,
+                progress_timeout=arguments.progress_timeout,
+                cap=arguments.cap,
+                on_progress=on_progress,
+            ) as tuner,
+        ):
+            weights = make_random_weights(job.problem, job.ep_rank, job.tp_rank, job.device, arguments.seed)
+            tuner.record(MoEOperation(job.problem, weights, job.device, job.problem.config.options))
+            tuner.reload()  # what this deployment has tuned before stays in its table
+            for bucket in buckets:
+                result.reports.append(tuner.run_pass([bucket]))
+                progress.next_pass(len(result.reports[-1].rows))
+            result.diverged = count_diverged(result.reports, group)
+    except Interrupted as interrupted:
+        result.error = f"ended by {interrupted}"
+        result.exit_code = 128 + interrupted.number
+    except GroupError as error:
+        result.error = str(error)
+        result.exit_code = 1
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        # This rank's own end, which only it can tell of: peers say that it withdrew.
+        print(f"moe-dist: rank {job.ranks.rank} ran out of memory: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+        result.error = f"rank {job.ranks.rank} ran out of memory"
+        result.exit_code = 1
+    finally:
+        result.seconds = time.monotonic() - started
+        job.store.close()
+    if result.exit_code == 0 and dist.is_initialized():
+        dist.destroy_process_group()  # on any other end peers may be gone, and nobody waits for them
+    return result
+
+
+def _process_group(job: TuneJob) -> dist.ProcessGroup | None:
+    """All ranks of the launcher; None: this process is alone. A GPU group has its CPU side too."""
+    if job.device.type == "cuda":
+        torch.cuda.set_device(job.device)
+    if job.ranks.world_size == 1:
+        return None
+    backend = "gloo" if job.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=job.arguments.cap)
+    return dist.group.WORLD

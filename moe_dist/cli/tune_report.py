@@ -1,0 +1,174 @@
+"""What `moe-dist tune` shows and writes: the progress bar, the summary table, the JSON. Decides nothing."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from moe_dist.config import MoEConfig
+from moe_dist.interop.hf_config import ModelShape
+from moe_dist.tuning.tune_pass import ProgressEvent
+from moe_dist.tuning.tuner import PassReport, Row
+
+
+@dataclasses.dataclass
+class TuneResult:
+    """How a run went. reports: of the committed passes, out of `passes`. diverged: keys whose winner differs between ranks;
+    None: the run ended before ranks could compare. error: why it ended early."""
+
+    ranks: int
+    store: str
+    passes: int
+    reports: list[PassReport] = dataclasses.field(default_factory=list)
+    diverged: int | None = None
+    seconds: float = 0.0
+    error: str | None = None
+    exit_code: int = 0
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for report in self.reports for row in report.rows]
+
+    @property
+    def measured(self) -> int:
+        return sum(report.measured for report in self.reports)
+
+    @property
+    def hits(self) -> int:
+        return sum(report.hits for report in self.reports)
+
+
+class Progress:
+    """A live bar on stderr, over all cells of all passes; silent unless `shown`."""
+
+    def __init__(self, cells: int, *, shown: bool) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Bar(*columns, console=Console(stderr=True), disable=not shown, transient=True)
+        self._task = self._bar.add_task("agreeing", total=cells)
+        self._before = 0
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def update(self, event: ProgressEvent) -> None:
+        doing = f"timing {event.cell.bucket} tokens, {event.cell.mode}" if event.cell else f"{event.phase}"
+        self._bar.update(self._task, description=doing, completed=self._before + event.done)
+
+    def next_pass(self, cells: int) -> None:
+        """A pass of `cells` cells is over, served or timed."""
+        self._before += cells
+        self._bar.update(self._task, completed=self._before)
+
+
+def count_diverged(reports: Sequence[PassReport], group: dist.ProcessGroup | None) -> int:
+    """Keys whose winner is not the same on all ranks of `group`, compared rank by rank. A collective call."""
+    mine = {row.key: str(row.winner.tactic) if row.winner else "" for report in reports for row in report.rows}
+    if group is None:
+        return 0
+    tables: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(tables, mine, group)
+    return sum(len({table.get(key) for table in tables}) > 1 for key in {key for table in tables for key in table})
+
+
+def print_summary(config: MoEConfig, result: TuneResult, out: TextIO) -> None:
+    modes = {row.cell.mode for row in result.rows}
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("tokens", justify="right")
+    if len(modes) > 1:
+        table.add_column("mode")
+    for name in ("default", "us", "winner", "us", "gain", "source"):
+        table.add_column(name, justify="right" if name in ("us", "gain") else "left", no_wrap=True)
+    for row in result.rows:
+        cells = [str(row.cell.bucket), *([row.cell.mode] if len(modes) > 1 else [])]
+        if (winner := row.winner) is None:
+            table.add_row(*cells, "", "", "(the default, untimed)", "", "", "")
+            continue
+        default_us, gain = "fails", ""
+        if winner.default_us is not None:
+            default_us, gain = f"{winner.default_us:.1f}", f"{winner.default_us / winner.tactic_us:.2f}x"
+        table.add_row(*cells, str(winner.default), default_us, str(winner.tactic), f"{winner.tactic_us:.1f}", gain, winner.source)
+    console = Console(file=out, highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a log has no right margin
+    parallel = config.parallel
+    console.print(
+        f"{config.routing.num_experts} experts, top-{config.routing.top_k}, hidden {config.experts.hidden_size}, "
+        f"intermediate {config.experts.intermediate_size}, {config.quant.weight or config.quant.dtype}; tp {parallel.tp_size}, ep {parallel.ep_size}"
+    )
+    if result.rows:
+        console.print(table)
+    console.print(_totals(result), soft_wrap=True)
+
+
+def _totals(result: TuneResult) -> str:
+    cells = len(result.rows)
+    if result.error:
+        kept = f"{len(result.reports)} of {result.passes} buckets were committed and stay"
+        return f"{kept} in {result.store}; measured {result.measured} candidates in {result.seconds:.1f} s"
+    agreed = f"{result.diverged or 'no'} key{'s differ' if result.diverged != 1 else ' differs'} between {result.ranks} ranks"
+    if result.ranks == 1:
+        agreed = "one rank"
+    if cells and result.measured == 0 and result.hits == cells:
+        return f"measured nothing: all {cells} winners came from {result.store}; {agreed}; {result.seconds:.1f} s"
+    return f"measured {result.measured} candidates, {result.hits} hits of {cells}; {agreed}; {result.seconds:.1f} s; kept in {result.store}"
+
+
+def write_json(path: Path, shape: ModelShape, config: MoEConfig, arguments: argparse.Namespace, result: TuneResult) -> None:
+    """One object: what was asked, `keys` (one a cell) and the totals. OSError: it can't be written."""
+    last = result.reports[-1] if result.reports else None
+    document = {
+        "model": shape.name,
+        "family": shape.family,
+        "config": config.to_dict(),
+        "ranks": result.ranks,
+        "device": arguments.device,
+        "policy": arguments.policy,
+        "strategy": arguments.strategy,
+        "objective": arguments.objective,
+        "store": result.store,
+        "epoch": last.epoch if last else None,
+        "digest": last.digest if last else None,
+        "keys": [_key(row) for row in result.rows],
+        "rejected": [
+            {"tokens": [cell.bucket.low, cell.bucket.high], "mode": cell.mode, "tactic": str(tactic), "reason": reason}
+            for report in result.reports
+            for cell, tactic, reason in report.rejected
+        ],
+        "measured": result.measured,
+        "hits": result.hits,
+        "diverged": result.diverged,
+        "seconds": round(result.seconds, 3),
+        "error": result.error,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _key(row: Row) -> dict[str, Any]:
+    """source: "tuned", "hit", "epoch"; "untimed" where nothing was timed to the end and the default serves."""
+    cell, winner = row.cell, row.winner
+    return {
+        "key": row.key,
+        "mode": cell.mode,
+        "bucket": [cell.bucket.low, cell.bucket.high],
+        "winner": str(winner.tactic) if winner else None,
+        "winner_us": winner.tactic_us if winner else None,
+        "default": str(winner.default) if winner else None,
+        "default_us": winner.default_us if winner else None,
+        "source": winner.source if winner else "untimed",
+    }
