@@ -4,9 +4,9 @@ Owns reading and checking variables; knows no default of any config but the serv
 and the plugins may import it. Of ours it imports errors alone.
 
 Variables: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_RUN_ID`,
-`TORCHELASTIC_RESTART_COUNT`, `TORCHELASTIC_USE_AGENT_STORE` (as torchrun sets them), `MOE_DIST_STORE` (URL of the store that the commands and engines
-use when none is named), `XDG_CACHE_HOME`. For serving engines also `MOE_DIST_TUNE`, `MOE_DIST_BUDGET_S`,
-`MOE_DIST_STRATEGY`, `MOE_DIST_POLICY` and `MOE_DIST_UNSERVED`, see `ServingSettings`.
+`TORCHELASTIC_RESTART_COUNT`, `TORCHELASTIC_USE_AGENT_STORE` (as torchrun sets them), `MOE_DIST_STORE` (URL of the store that
+the commands and engines use when none is named), `XDG_CACHE_HOME`. For serving engines also `MOE_DIST_TUNE`,
+`MOE_DIST_BUDGET_S`, `MOE_DIST_STRATEGY`, `MOE_DIST_POLICY` and `MOE_DIST_UNSERVED`, see `ServingSettings`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from moe_dist.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankSettings:
-    """This process's place among the ranks of a launcher. launched: a launcher started it; else it is a group of one."""
+    """This process's place among the ranks that a launcher started; a group of one where none did."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    launched: bool = False
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -53,12 +52,7 @@ def rank_settings(environ: Mapping[str, str] = os.environ) -> RankSettings:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if world_size > 1 and missing:
         raise ConfigError(f"WORLD_SIZE is {world_size}, but {' and '.join(missing)} is not set; start the ranks with torchrun")
-    return RankSettings(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_integer(environ, "LOCAL_RANK", rank),
-        launched=True,
-    )
+    return RankSettings(rank=rank, world_size=world_size, local_rank=_integer(environ, "LOCAL_RANK", rank))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
