@@ -224,6 +224,8 @@ class RankGroup:
 
     def withdraw(self, reason: str) -> None:
         """This rank leaves by an exception of its own: peers in this pass, or in the one about to begin, raise RankWithdrawn."""
+        if self.size == 1:
+            self._open = False  # nobody to tell, and nobody whose next pass this one could spoil
         if self.dead or self._closed or self.size == 1:
             return
         if not self._open:

@@ -300,29 +300,29 @@ class TunePass:
         return self._race(f"measure-{index}", planned, local, measurer)
 
     def _shard(self, index: int, planned: plan.PlannedCell) -> Decided:
-        """Ranks split the candidates, each also timing the default; the best by ratio are then timed by all."""
+        """Ranks split the candidates, each also timing the yardstick; the best by ratio to it are then timed by all."""
         measurer = self._measurer(planned)
-        others = [tactic for tactic in planned.tactics if tactic != planned.default and not tactic.collective]
+        local = [tactic for tactic in planned.tactics if not tactic.collective]
+        # The default, unless it can't run somewhere or is collective: then the next in the plan's order.
+        yardstick = local[0] if local else planned.default
         measured: Mapping[Tactic, Measurement] = {}
         if measurer is not None:
             place, ranks = planned.ranks.index(self._group.rank), len(planned.ranks)
-            mine = [*([planned.default] if not planned.default.collective else []), *others[place::ranks]]
+            mine = [*local[:1], *local[1:][place::ranks]]
             measurer.prepare(mine)
-            race, failed_here = self._race_alone(measurer, mine, planned.default)
+            race, failed_here = self._race_alone(measurer, mine, yardstick)
             standings = [standing for tactic in mine if (standing := race.standing(tactic)) is not None]
             measured = {standing.tactic: _timed(standing) for standing in standings} | failed_here
         words = self._exchange(f"shard-{index}", planned.tactics, measured)
         failed = {tactic: row.reason for word in words for tactic, row in word.measured.items() if isinstance(row, Failed)}
         ratios = {
-            tactic: ratio
-            for tactic, ratio in converge.reduce_ratios(words, planned.tactics, planned.default).items()
-            if tactic not in failed
+            tactic: ratio for tactic, ratio in converge.reduce_ratios(words, planned.tactics, yardstick).items() if tactic not in failed
         }
-        final = [tactic for tactic in finalists(ratios, planned.default) if not tactic.collective]
+        final = finalists(ratios, yardstick) if local else []
         if measurer is not None and not self._spent:
             measurer.prepare(final)
         decided = self._race(f"final-{index}", planned, final, measurer)
-        beaten = tuple((tactic, f"{ratio:.2f}x the default, no finalist") for tactic, ratio in ratios.items() if tactic not in final)
+        beaten = tuple((tactic, f"{ratio:.2f}x {yardstick}, no finalist") for tactic, ratio in ratios.items() if tactic not in final)
         return dataclasses.replace(decided, rejected=(*decided.rejected, *failed.items(), *beaten))
 
     def _race(self, step: str, planned: plan.PlannedCell, tactics: Sequence[Tactic], measurer: CellMeasurer | None) -> Decided:
