@@ -13,6 +13,7 @@ from moe_dist.backends.registry import request_backend as request_backend
 from moe_dist.backends.torch_dense import TorchDenseConfig as TorchDenseConfig
 from moe_dist.backends.torch_grouped import TorchGroupedConfig as TorchGroupedConfig
 from moe_dist.backends.torch_loop import TorchLoopConfig as TorchLoopConfig
+from moe_dist.backends.triton import TritonConfig as TritonConfig
 from moe_dist.config import ActivationConfig as ActivationConfig
 from moe_dist.config import BackendConfig as BackendConfig
 from moe_dist.config import BackendOptions as BackendOptions

@@ -72,7 +72,7 @@ def moe_layer(
     device = weights.w13.device
     if device.type == "cpu" and not _capturing(device):
         check_expert_map(layer)
-    backend, _ = usable_backends(problem, device, config.options, extra_backends)[0]
+    backend, _ = next(usable_backends(problem, device, config.options, extra_backends))
     tuner = current_tuner()
     if tuner is not None and not _capturing(device):
         _check_values(layer, acts)

@@ -52,7 +52,7 @@ class MoEOperation:
         own._prepared.update(weights._prepared)
         self.layer = bind_weights(problem, own)
         self._extra = tuple(extra_backends)
-        self._backends = usable_backends(problem, device, options, self._extra)
+        self._backends = list(usable_backends(problem, device, options, self._extra))
         self._checksum: int | None = None
 
     def default(self, bucket: Bucket | None, mode: str) -> Tactic:

@@ -6,7 +6,7 @@ NAMES = """
 ActivationConfig Backend BackendConfig BackendOptions BoundLayer Bucket BucketLadder ConfigError ExecutionConfig ExpertConfig GroupError
 InputError MeasurementPolicy MoEActivationPack MoEConfig MoEDistError MoELayer MoEOperation MoEProblem MoEWeightPack NothingRunnable
 ParallelConfig PassAborted PassReport ProbeSpec QuantConfig RankLost RankWithdrawn ReferenceConfig RendezvousLost RoutingConfig
-SettingsDiffer StoreError Tactic TorchDenseConfig TorchGroupedConfig TorchLoopConfig Tuner TunerStateError TuningError UnsupportedBackend
+SettingsDiffer StoreError Tactic TorchDenseConfig TorchGroupedConfig TorchLoopConfig TritonConfig Tuner TunerStateError TuningError UnsupportedBackend
 Workspace autotune explain_backends find_backends make_random_weights moe_layer request_backend
 """
 

@@ -7,7 +7,7 @@ and touches no device. Callers add backends of their own (a framework's native e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -93,18 +93,22 @@ def request_backend(
 
 def usable_backends(
     problem: MoEProblem, device: torch.device, options: BackendOptions | None, extra_backends: Sequence[Backend] = ()
-) -> list[tuple[Backend, BackendConfig]]:
+) -> Iterator[tuple[Backend, BackendConfig]]:
     """What may run `problem` unasked, best guess first: `options` in their order, else all but the reference, by priority.
 
+    A backend is asked when its turn comes: who wants the first alone pays for no other.
     UnsupportedBackend: none can; carries every backend's reason.
     """
     choice = options or [option for option in _everything(device, extra_backends) if option.name != ReferenceBackend.name]
-    reasons = _reasons(problem, choice, device, extra_backends)
-    found = [(get_backend(option.name, extra_backends), option) for option in choice if reasons[option.name] is None]
-    if not found:
+    reasons: dict[str, str | None] = {}
+    for option in choice:
+        backend = get_backend(option.name, extra_backends)
+        reasons[option.name] = backend.why_not(problem, device, option)
+        if reasons[option.name] is None:
+            yield backend, option
+    if all(reason is not None for reason in reasons.values()):
         asked = " | ".join(option.name for option in choice) if options else "any"
         raise UnsupportedBackend(asked, f"on {device.type}, each with its reason:", reasons)
-    return found
 
 
 def _reasons(
@@ -118,6 +122,8 @@ def _pool(extra_backends: Sequence[Backend]) -> dict[str, Backend]:
     for backend in extra_backends:
         if backend.name in pool:
             raise ConfigError(f"backend {backend.name!r} is registered already; give yours another name")
+        if backend.config_type.name != backend.name:
+            raise ConfigError(f"backend {backend.name!r} has a config named {backend.config_type.name!r}; give both one name")
         pool[backend.name] = backend
     return pool
 

@@ -156,7 +156,7 @@ class BucketLadder:
     def bucket(self, num_tokens: int) -> Bucket | None:
         """The bucket of `num_tokens` >= 1; None beyond the ladder."""
         at = bisect.bisect_left(self.bounds, num_tokens)
-        return self.buckets()[at] if at < len(self.bounds) else None
+        return Bucket((self.bounds[at - 1] if at else 0) + 1, self.bounds[at]) if at < len(self.bounds) else None
 
 
 @dataclasses.dataclass(frozen=True)

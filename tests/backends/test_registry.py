@@ -118,7 +118,7 @@ def test_request_of_an_unknown_backend_or_parameter() -> None:
 def test_impossible_problem_lists_every_backend() -> None:
     problem = md.MoEProblem.of(dataclasses.replace(SMALL, quant=md.QuantConfig(weight="int8")), routed=True)
     with pytest.raises(md.UnsupportedBackend, match="backend 'any' can't run this: on cpu, each with its reason") as caught:
-        usable_backends(problem, CPU, None)
+        next(usable_backends(problem, CPU, None))
     for name in ("torch_grouped", "torch_loop", "torch_dense"):
         assert f"\n  {name}: " in str(caught.value)
         assert "int8" in str(caught.value.reasons[name])
@@ -127,9 +127,22 @@ def test_impossible_problem_lists_every_backend() -> None:
 def test_the_reference_runs_only_by_name() -> None:
     problem = md.MoEProblem.of(INVARIANT, routed=True)
     with pytest.raises(md.UnsupportedBackend, match="batch_invariant can't be promised"):
-        usable_backends(problem, CPU, md.BackendOptions((md.TorchLoopConfig(), md.TorchGroupedConfig())))
+        next(usable_backends(problem, CPU, md.BackendOptions((md.TorchLoopConfig(), md.TorchGroupedConfig()))))
     found = usable_backends(problem, CPU, md.BackendOptions((md.ReferenceConfig(),)))
     assert [backend.name for backend, _ in found] == ["reference"]
+
+
+def test_backends_are_asked_only_as_far_as_needed() -> None:
+    # The first that can run serves every stateless call; asking the others would cost more than the call.
+    class Silent(NativeBackend):
+        def why_not(self, problem: md.MoEProblem, device: torch.device, params: md.BackendConfig) -> str | None:
+            raise AssertionError("asked in vain")
+
+    problem = md.MoEProblem.of(SMALL, routed=True)
+    backend, _ = next(usable_backends(problem, CPU, None, [Silent()]))
+    assert backend.name == "torch_grouped"
+    with pytest.raises(AssertionError, match="asked in vain"):
+        list(usable_backends(problem, CPU, None, [Silent()]))
 
 
 def test_a_callers_backend_takes_part() -> None:
@@ -146,6 +159,14 @@ def test_a_callers_backend_may_not_shadow_ours() -> None:
 
     with pytest.raises(md.ConfigError, match="'torch_loop' is registered already; give yours another name"):
         md.find_backends(SMALL, "cpu", extra_backends=[Shadow()])
+
+
+def test_a_backend_and_its_config_share_a_name() -> None:
+    class Renamed(NativeBackend):
+        name = "other"
+
+    with pytest.raises(md.ConfigError, match="backend 'other' has a config named 'native'; give both one name"):
+        md.find_backends(SMALL, "cpu", extra_backends=[Renamed()])
 
 
 def test_device_may_be_a_name_and_is_not_touched() -> None:
