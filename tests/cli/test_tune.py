@@ -1,0 +1,313 @@
+"""The launcher: what it refuses before any rank works, what two real ranks write, and how a run ends early."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_dist.cli.main import build_parser, main
+from moe_dist.cli.tune import plan_job
+from moe_dist.errors import ConfigError, UnsupportedBackend
+from moe_dist.settings import RankSettings
+
+ROOT = Path(__file__).parents[2]
+MODEL = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+}
+DEADLINE_S = 120.0  # of a whole run on a busy machine; a hang is longer
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return str(tmp_path / "config.json")
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    return build_parser().parse_args(["tune", "--device", "cpu", *arguments])
+
+
+# -- refused before any rank starts work ---------------------------------------------------------------------------------
+
+REFUSED: list[tuple[list[str], int, str]] = [
+    (["--model", "qwen3-31b"], 1, "unknown model 'qwen3-31b'; close names: qwen3-30b-a3b"),
+    (["--model", "olmoe-1b-7b", "--ep", "3"], 3, r"num_experts 64 is not divisible by ep_size 3; .*--allow-uneven"),
+    (["--model", "olmoe-1b-7b", "--tp", "3"], 3, "intermediate_size 1024 is not divisible by tp_size 3"),
+    (["--model", "olmoe-1b-7b", "--ep", "2"], 1, r"--tp 1 x --ep 2 needs 2 ranks, but 1 was started; use torchrun --nproc-per-node 2"),
+    (["--model", "olmoe-1b-7b", "--ep", "2"], 4, r"needs 2 ranks, but 4 were started"),
+    (["--model", "olmoe-1b-7b", "--policy", "cuda_graph"], 1, "policy 'cuda_graph' needs a CUDA device, not 'cpu'; choose 'eager'"),
+    (["--model", "phi-3.5-moe"], 1, "sparsemixer.*--routed"),
+    (["--model", "olmoe-1b-7b", "--json", "."], 1, "--json '.' is a folder; name a file"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "world_size", "message"), REFUSED)
+def test_wrong_arguments_are_refused(arguments: list[str], world_size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_job(parsed(*arguments), RankSettings(world_size=world_size))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "m", "--ep", "0"], "argument --ep: '0' is no integer of at least 1"),
+        (["--model", "m", "--buckets", "1,b"], "argument --buckets: 'b' is no integer of at least 1"),
+        (["--model", "m", "--buckets", "8:2"], "argument --buckets: '8:2' falls; write the smaller token count first"),
+        (["--model", "m", "--buckets", "1", "--max-tokens", "9"], "argument --max-tokens: not allowed with argument --buckets"),
+        (["--model", "m", "--budget", "nan"], "argument --budget: 'nan' is no number of seconds above 0"),
+        (["--model", "m", "--cap", "-1"], "argument --cap: '-1' is no number of seconds above 0"),
+        (["--model", "m", "--dtype", "bf61"], "argument --dtype: invalid choice: 'bf61'"),
+        ([], "the following arguments are required: --model"),
+    ],
+)
+def test_unparsable_arguments_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"{message}.*; moe-dist tune --help lists what there is"):
+        parsed(*arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_device_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"rank 0 needs GPU 0, but torch sees 0 on this host; .*--device cpu"):
+        plan_job(parsed("--model", "olmoe-1b-7b", "--device", "cuda"), RankSettings())
+
+
+def test_format_that_no_backend_runs() -> None:
+    with pytest.raises(UnsupportedBackend, match=r"torch_grouped.*not mxfp4"):
+        plan_job(parsed("--model", "gpt-oss-20b"), RankSettings())
+
+
+def test_store_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--device", "cpu", "--model", "olmoe-1b-7b", "--store", "ftp://host"]) == 2
+    said = capsys.readouterr()
+    assert "moe-dist: store scheme 'ftp:' is unknown" in said.err
+    assert not said.out
+
+
+@pytest.mark.parametrize(
+    ("text", "bounds"),
+    [
+        ("4,1,16", (1, 4, 16)),
+        ("1:8", (1, 2, 4, 8)),
+        ("3:20", (3, 4, 8, 16, 20)),  # ends that are no powers of two are kept
+        ("1:4,6,6", (1, 2, 4, 6)),
+        ("5:5", (5,)),
+    ],
+)
+def test_buckets(text: str, bounds: tuple[int, ...]) -> None:
+    assert plan_job(parsed("--model", "olmoe-1b-7b", "--buckets", text), RankSettings()).ladder.bounds == bounds
+
+
+def test_ranks_that_cut_an_expert_are_neighbours() -> None:
+    jobs = [
+        plan_job(parsed("--model", "olmoe-1b-7b", "--tp", "2", "--ep", "2"), RankSettings(rank=rank, world_size=4)) for rank in range(4)
+    ]
+    assert [(job.ep_rank, job.tp_rank) for job in jobs] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+# -- real ranks ----------------------------------------------------------------------------------------------------------
+
+
+def environment(**changes: str) -> dict[str, str]:
+    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"} | changes
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def started(arguments: list[str], size: int = 2, stderr: Callable[[int], int] = lambda rank: subprocess.PIPE) -> Iterator[list[Any]]:
+    """`size` ranks without a launcher, so that each one's exit code and output can be told apart."""
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "moe_dist.tune", "--device", "cpu", *arguments],
+            env=environment(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+            stdout=subprocess.PIPE,
+            stderr=stderr(rank),
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+def until(what: Callable[[], object], ranks: list[Any], name: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline, f"{name} did not happen in {DEADLINE_S} s"
+        assert all(process.poll() is None for process in ranks), (
+            f"a rank ended before {name}: {[process.communicate() for process in ranks]}"
+        )
+        time.sleep(0.02)
+
+
+def torchrun(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moe_dist.tune", *arguments]
+
+
+def test_torchrun_tunes_and_the_second_run_measures_nothing(model: str, tmp_path: Path) -> None:
+    summaries = []
+    for run in (1, 2):
+        report = tmp_path / f"out/{run}.json"
+        arguments = ["--model", model, "--ep", "2", "--buckets", "1,3", "--store", str(tmp_path / "store"), "--json", str(report)]
+        done = subprocess.run(
+            torchrun("--device", "cpu", *arguments), env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "moe-dist" not in done.stderr  # no bar and no line where stderr is no terminal
+        summaries.append((json.loads(report.read_text()), done.stdout))
+    (first, said_first), (second, said_second) = summaries
+
+    assert (first["ranks"], first["hits"], first["diverged"], first["error"]) == (2, 0, 0, None)
+    assert first["measured"] > len(first["keys"])  # more candidates than the default alone
+    assert [(key["bucket"], key["mode"], key["source"]) for key in first["keys"]] == [
+        ([1, 1], "eager", "tuned"),
+        ([2, 3], "eager", "tuned"),
+    ]
+    assert all(key["winner_us"] > 0 and key["default_us"] > 0 for key in first["keys"])
+    assert said_first.count("tuned") == 2
+    assert f"measured {first['measured']} candidates, 0 hits of 2; no keys differ between 2 ranks" in said_first
+
+    assert (second["measured"], second["hits"], second["diverged"]) == (0, 2, 0)
+    assert {key["source"] for key in second["keys"]} == {"hit"}
+    chosen = [[(key["key"], key["winner"], key["winner_us"]) for key in summary["keys"]] for summary in (first, second)]
+    assert chosen[0] == chosen[1]
+    assert "measured nothing: all 2 winners came from" in said_second
+
+
+def test_every_rank_refuses_and_rank_0_alone_says_why() -> None:
+    with started(["--model", "olmoe-1b-7b", "--ep", "3"]) as ranks:
+        ends = [(process.communicate(timeout=DEADLINE_S), process.returncode) for process in ranks]
+    message = (
+        "moe-dist: num_experts 64 is not divisible by ep_size 3; choose an ep_size that divides it, or set uneven=True (--allow-uneven)\n"
+    )
+    assert ends == [(("", message), 2), (("", ""), 2)]
+
+
+MANY = ",".join(map(str, range(1, 101)))  # buckets: more than a run gets through before its signal
+
+
+def committed(store: Path) -> list[Path]:
+    return list((store / "epochs").glob("*/*")) if store.exists() else []
+
+
+def test_sigterm_ends_every_rank_and_keeps_what_was_committed(model: str, tmp_path: Path) -> None:
+    store, report = tmp_path / "store", tmp_path / "report.json"
+    arguments = ["--model", model, "--ep", "2", "--buckets", MANY, "--store", str(store), "--json", str(report)]
+    with started(arguments) as ranks:
+        until(lambda: committed(store), ranks, "the first commit")
+        for process in ranks:
+            process.send_signal(signal.SIGTERM)
+        ends = [(process.communicate(timeout=30.0), process.returncode) for process in ranks]
+    assert [code for _, code in ends] == [128 + signal.SIGTERM] * 2
+    assert ends[0][0][1] == "moe-dist: ended by SIGTERM\n"
+    summary = json.loads(report.read_text())
+    assert (summary["error"], summary["diverged"]) == ("ended by SIGTERM", None)
+    assert 1 <= len(summary["keys"]) < 100
+    assert f"{len(summary['keys'])} of 100 buckets were committed and stay" in ends[0][0][0]
+
+    # A new run finds all that was committed.
+    done = [*summary["keys"]]
+    again = ["--model", model, "--ep", "2", "--buckets", MANY, "--store", str(store), "--json", str(report)]
+    with started(again) as ranks:
+        until(lambda: len(committed(store)) > len(done), ranks, "a commit beyond the first run's")
+        for process in ranks:
+            process.send_signal(signal.SIGTERM)
+        for process in ranks:
+            process.communicate(timeout=30.0)
+    found = json.loads(report.read_text())["keys"][: len(done)]
+    assert [(key["key"], key["winner"], key["source"]) for key in found] == [(key["key"], key["winner"], "hit") for key in done]
+
+
+def processes_of(marker: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if marker in (folder / "cmdline").read_text() and int(folder.name) != os.getpid():
+                found.append(int(folder.name))
+    return found
+
+
+def test_ctrl_c_on_torchrun_ends_its_ranks(model: str, tmp_path: Path) -> None:
+    store, report = tmp_path / "store", tmp_path / "report.json"
+    arguments = ["--model", model, "--ep", "2", "--buckets", MANY, "--store", str(store), "--json", str(report)]
+    agent = subprocess.Popen(
+        torchrun("--device", "cpu", *arguments),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        until(lambda: committed(store), [agent], "the first commit")
+        os.killpg(agent.pid, signal.SIGINT)  # what a terminal does
+        agent.communicate(timeout=30.0)
+        assert agent.returncode != 0
+        assert json.loads(report.read_text())["error"] == "ended by SIGINT"
+        assert not processes_of(str(store))
+    finally:
+        for left in processes_of(str(store)):
+            os.kill(left, signal.SIGKILL)
+        agent.communicate()
+
+
+def test_survivor_of_a_killed_rank_ends_and_names_it(model: str, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with started(["--model", model, "--ep", "2", "--buckets", MANY, "--store", str(store), "--progress-timeout", "3"]) as ranks:
+        until(lambda: committed(store), ranks, "the first commit")
+        ranks[1].kill()
+        said, complained = ranks[0].communicate(timeout=60.0)
+        assert ranks[0].returncode == 1
+    assert "moe-dist: rank 1 lost in pass" in complained
+    assert "no progress for 3 s" in complained
+    assert "buckets were committed and stay" in said
+
+
+def test_progress_is_shown_on_the_terminal_of_rank_0_alone(model: str, tmp_path: Path) -> None:
+    terminals = [os.openpty() for _ in range(2)]
+    store = str(tmp_path / "store")
+    with started(["--model", model, "--ep", "2", "--buckets", "1:4", "--store", store], stderr=lambda rank: terminals[rank][1]) as ranks:
+        codes = [process.wait(DEADLINE_S) for process in ranks]
+    shown = []
+    for outside, inside in terminals:
+        os.set_blocking(outside, False)
+        try:
+            shown.append(os.read(outside, 1 << 16).decode())
+        except BlockingIOError:
+            shown.append("")
+        os.close(inside)
+        os.close(outside)
+    assert codes == [0, 0]
+    assert "tokens, eager" in shown[0]
+    assert shown[1] == ""
