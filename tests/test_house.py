@@ -204,11 +204,3 @@ def test_no_file_names_a_machine_path_or_a_registry() -> None:
 )
 def test_forbidden_names_are_recognised(text: str, what: str) -> None:
     assert NEVER_NAMED[what].search(text)
-
-
-def test_readme_commands_exist() -> None:
-    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"(?:^|`)make ([a-z][\w-]*)", (ROOT / "README.md").read_text(), re.MULTILINE))
-    assert {"tune", "test", "test-fast"} <= named
-    assert named <= targets
-    assert "make test" in (ROOT / ".ci/run").read_text()
