@@ -47,11 +47,13 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 # The environment, in two stages: what tuning needs, and what tests need on top. A stamp is written last, so that an
-# interrupted install is done again; a changed requirement makes both anew, from nothing, so that none lingers.
+# interrupted install is done again; a changed requirement makes both anew, from nothing, so that none lingers. The doctor
+# runs before the tests' packages come in: what the core needs, the core declares.
 $(VENV)/.core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "Python %d.%d is not supported; name a Python of 3.11 to 3.13: make PYTHON=python3.12" % v)'
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(BIN)/moe-dist doctor --store $(VENV)/doctor
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.core
