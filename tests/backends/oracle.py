@@ -14,7 +14,6 @@ import torch
 
 import moe_dist as md
 from moe_dist.backends.base import TORCH_DTYPES
-from moe_dist.backends.reference import compute
 from moe_dist.backends.registry import get_backend
 from moe_dist.checks import bind_weights
 from moe_dist.tuning.probe import GuardedOutputs
@@ -159,8 +158,13 @@ def activated(h: np.ndarray, activation: md.ActivationConfig) -> np.ndarray:
     return (gate / (1 + np.exp(-activation.alpha * gate)) if activation.kind == "swiglu" else gelu(gate)) * (up + activation.beta)
 
 
-def oracle(case: Case, ep_rank: int = 0, tp_rank: int = 0) -> np.ndarray:
-    """float64 [T, H] or [T, K, H]: what this rank must return for a routed case."""
+def oracle(case: Case, ep_rank: int = 0, tp_rank: int = 0, *, rounded_to: torch.dtype | None = None) -> np.ndarray:
+    """float64 [T, H] or [T, K, H]: what this rank must return for a routed case. rounded_to: round each step's result to that
+    format, as plain torch would: the yardstick of what a format may err."""
+
+    def step(values: np.ndarray) -> np.ndarray:
+        return values if rounded_to is None else f64(torch.from_numpy(values).to(rounded_to))
+
     config, pack = case.config, case.share(ep_rank, tp_rank)
     assert case.acts.topk_ids is not None
     assert case.acts.topk_weights is not None
@@ -170,11 +174,11 @@ def oracle(case: Case, ep_rank: int = 0, tp_rank: int = 0) -> np.ndarray:
     for row, expert in enumerate(experts_of(config, ep_rank)):
         token, slot = np.nonzero(ids == expert)
         weight = scores[token, slot][:, None]
-        inputs = x[token] * (weight if config.routing.weight_on_input else 1)
-        h = inputs @ w13[row].T + (0 if pack.w13_bias is None else f64(pack.w13_bias)[row])
-        y = activated(h, config.activation) @ w2[row].T + (0 if pack.w2_bias is None else f64(pack.w2_bias)[row])
+        inputs = step(x[token] * (weight if config.routing.weight_on_input else 1))
+        h = step(inputs @ w13[row].T + (0 if pack.w13_bias is None else f64(pack.w13_bias)[row]))
+        y = step(step(activated(h, config.activation)) @ w2[row].T + (0 if pack.w2_bias is None else f64(pack.w2_bias)[row]))
         slots[token, slot] = y * (1 if config.routing.weight_on_input else weight)
-    return slots.sum(1) if config.execution.do_finalize else slots
+    return step(slots.sum(1) if config.execution.do_finalize else slots)
 
 
 def run(tactic: md.Tactic, problem: md.MoEProblem, weights: md.MoEWeightPack, acts: md.MoEActivationPack) -> torch.Tensor:
@@ -198,17 +202,17 @@ def tactics_of(name: str, problem: md.MoEProblem, tokens: int) -> list[md.Tactic
     return list(found | {backend.default(problem, bucket, CPU): None})
 
 
-def error_of(result: torch.Tensor, truth: np.ndarray) -> float:
+def error_of(result: torch.Tensor | np.ndarray, truth: np.ndarray) -> float:
     """The largest error of a row, relative to the root mean square of the truth's rows."""
     if not truth.size:
         return 0.0
     rows = truth.reshape(len(truth), -1)
     scale = math.sqrt((rows**2).sum(1).mean()) or 1.0
-    return float(np.linalg.norm(f64(result).reshape(rows.shape) - rows, axis=1).max()) / scale
+    values = f64(result) if isinstance(result, torch.Tensor) else result
+    return float(np.linalg.norm(values.reshape(rows.shape) - rows, axis=1).max()) / scale
 
 
 def limit_of(case: Case, truth: np.ndarray, ep_rank: int = 0, tp_rank: int = 0) -> float:
-    """Twice the error of plain torch in the same format."""
-    problem = case.problem
-    plain = compute(bind_weights(problem, case.share(ep_rank, tp_rank)), case.acts, dtype=problem.dtype).to(problem.dtype)
-    return 2 * max(error_of(plain, truth), EPS[problem.dtype])
+    """Twice the error that rounding every step to the case's format makes."""
+    dtype = case.problem.dtype
+    return 2 * max(error_of(oracle(case, ep_rank, tp_rank, rounded_to=dtype), truth), EPS[dtype])
