@@ -18,14 +18,15 @@ OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
 # Tests of a served engine run in environments of their own. A target named here runs at the end of `make test`.
-ENGINE_TESTS :=
+ENGINE_TESTS := test-sglang
 
-.PHONY: help tune test test-fast check format clean
+.PHONY: help tune test test-fast test-sglang check format clean
 
 help:
 	@echo 'make tune       tune OLMoE-1B-7B on two CPU ranks'
 	@echo 'make test       everything that runs without a GPU'
 	@echo 'make test-fast  the same without the serving engines'
+	@echo 'make test-sglang  the SGLang plugin in the real engine, on CPU'
 	@echo 'make check      ruff and mypy alone;  make format  lets ruff rewrite'
 	@echo 'make clean      remove the environment, the tuned entries and the caches'
 
@@ -36,6 +37,10 @@ test: test-fast $(ENGINE_TESTS)
 
 test-fast: check
 	$(BIN)/python -m pytest -n auto -q -m 'not gpu and not engine'
+
+# Each start of an engine is a minute of imports on one core: two at a time.
+test-sglang: .venv-sglang/.ready
+	.venv-sglang/bin/python -m pytest -n 2 -q -m engine tests/plugins/sglang
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -60,5 +65,9 @@ $(VENV)/.test: $(VENV)/.core
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
 	@touch $@
 
+.venv-sglang/.ready: tests/plugins/sglang/environment.sh tests/plugins/sglang/requirements.txt pyproject.toml constraints.txt
+	tests/plugins/sglang/environment.sh $(PYTHON) .venv-sglang
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .tuned .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-sglang .tuned .mypy_cache .ruff_cache

@@ -1,0 +1,85 @@
+"""Where the plugin takes hold of SGLang, all of it: one table of places, and what happens there.
+
+Every hook leaves SGLang as it is unless `moe_dist` is the chosen runner. State lives on SGLang's own objects.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.layers.moe.moe_runner.runner import MoeRunner, register_moe_runner_core
+from sglang.srt.layers.moe.utils import get_moe_runner_backend
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.server_args import add_moe_runner_backend_choices
+
+from moe_dist_sglang import serve
+from moe_dist_sglang.layers import NAME, layer_config, unserved
+from moe_dist_sglang.runner import MoEDistRunnerCore
+
+Hook = Callable[..., Any]
+
+
+def install() -> None:
+    """Register every hook, then the core, then the choice. AttributeError or ImportError: this SGLang lacks a place; nothing is chosen then."""
+    for target in PLACES:
+        pkgutil.resolve_name(target)  # SGLang only logs a hook that it can't apply, and would run its own experts
+    for target, hook in PLACES.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+    register_moe_runner_core(NAME, MoEDistRunnerCore)
+    add_moe_runner_backend_choices([NAME])
+
+
+def chosen() -> bool:
+    """Whether `moe_dist` is the runner of the model that this process is building: the draft's may be another."""
+    return bool(get_moe_runner_backend().value == NAME)
+
+
+def create_moe_runner(original: Hook, method: Any, layer: Any, moe_runner_config: Any) -> None:
+    """SGLang's quantisation methods don't know the choice: unquantised would take Triton in silence, fp8 no runner at all."""
+    if not chosen():
+        original(method, layer, moe_runner_config)
+        return
+    try:
+        layer_config(layer, method)
+    except ValueError as error:  # sizes that don't fit
+        raise unserved(f"{layer.layer_name}: {error}") from error
+    method.moe_runner_config = moe_runner_config
+    method.runner = MoeRunner(get_moe_runner_backend(), moe_runner_config)
+
+
+def apply(original: Hook, method: Any, layer: Any, dispatch_output: Any) -> Any:
+    runner = method.runner
+    if runner is None or runner.runner_backend.value != NAME:
+        return original(method, layer, dispatch_output)
+    return runner.run(dispatch_output, method.get_triton_quant_info(layer))
+
+
+def keeps_global_expert_ids(original: Hook, backend: Any) -> bool:
+    """Ids reach our core as the model's: it knows each rank's experts itself, in every format of the router's output."""
+    return (backend is not None and backend.value == NAME) or bool(original(backend))
+
+
+def load_model(original: Hook, model_runner: Any) -> None:
+    original(model_runner)
+    if chosen():
+        serve.attach(model_runner)
+
+
+def warmup(original: Hook, runner: Any) -> None:
+    original(runner)
+    serve.tune(runner.model_runner)
+
+
+_UNQUANTISED = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
+_FP8 = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod"
+PLACES: dict[str, Hook] = {
+    f"{_UNQUANTISED}.create_moe_runner": create_moe_runner,
+    f"{_UNQUANTISED}.apply": apply,
+    f"{_FP8}.create_moe_runner": create_moe_runner,
+    f"{_FP8}.apply": apply,
+    "sglang.srt.layers.moe.token_dispatcher.standard._keeps_global_expert_ids": keeps_global_expert_ids,
+    "sglang.srt.model_executor.model_runner.ModelRunner.load_model": load_model,
+    "sglang.srt.model_executor.runner.base_runner.BaseRunner._warmup": warmup,
+}

@@ -1,0 +1,90 @@
+"""The runner core: one call of SGLang's MoE layer carried out by a `MoELayer`. Knows no tuning and no start-up.
+
+Shapes: T tokens, K slots, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.distributed.device_communicators.pynccl_allocator import use_symmetric_memory
+from sglang.srt.layers.dp_attention import is_allocation_symmetric
+from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+from sglang.srt.layers.moe.topk import TopKOutputChecker
+from sglang.srt.layers.moe.utils import RegisteredMoeRunnerBackend
+from sglang.srt.runtime_context import get_parallel
+
+import moe_dist as md
+from moe_dist_sglang.layers import NAME
+
+
+class MoEDistRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
+    """Takes SGLang's standard dispatch with global expert ids, -1 for empty slots, and returns this rank's partial sum.
+
+    The output is always a tensor of its own: `inplace` is permission, not a promise, to overwrite the input.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._layer: md.MoELayer | None = None
+        self._weights: md.MoEWeightPack | None = None
+        self._scale = 1.0
+
+    @property
+    def runner_backend(self) -> RegisteredMoeRunnerBackend:
+        return RegisteredMoeRunnerBackend(NAME)
+
+    @property
+    def bound(self) -> bool:
+        """Whether `bind` has given this core its layer: after the model has loaded."""
+        return self._layer is not None
+
+    def bind(self, layer: md.MoELayer, weights: md.MoEWeightPack, scale: float) -> None:
+        """scale: what multiplies the router's weights, see `layers.routed_scale`."""
+        self._layer, self._weights, self._scale = layer, weights, scale
+
+    def run_from_dispatch(self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None) -> StandardCombineInput:
+        layer, weights = self._layer, self._weights
+        if layer is None or weights is None:
+            raise RuntimeError(
+                f"MoE layer {runner_config.layer_id} is called before moe_dist has bound its weights, at the end of load_model"
+            )
+        if quant_info.w13_weight.data_ptr() != weights.w13.data_ptr():
+            raise RuntimeError(
+                f"SGLang replaced the weights of MoE layer {runner_config.layer_id} after load_model; restart to serve new ones"
+            )
+        if dispatch_output.hidden_states_scale is not None or hooks is not None:
+            raise RuntimeError(
+                f"MoE layer {runner_config.layer_id} got quantised hidden states or LoRA hooks, which moe_dist refuses at start"
+            )
+        x_TH = dispatch_output.hidden_states.contiguous()
+        weights_TK, ids_TK = routing(dispatch_output.topk_output)
+        if runner_config.no_combine and not runner_config.no_combine_keep_router_weight:
+            weights_TK = torch.ones_like(weights_TK)
+        elif self._scale != 1.0:
+            weights_TK = weights_TK * self._scale
+        if runner_config.no_combine:
+            out = x_TH.new_empty(*ids_TK.shape, x_TH.shape[1])
+        else:
+            # The all-reduce that follows is fast where its input lies in symmetric memory: allocate nothing else here.
+            with use_symmetric_memory(get_parallel().tp_group, disabled=not is_allocation_symmetric()):
+                out = torch.empty_like(x_TH)
+        capturing = x_TH.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        acts = md.MoEActivationPack(hidden_states=x_TH, topk_ids=ids_TK, topk_weights=weights_TK)
+        layer((acts, weights), mode="cuda_graph" if capturing else "eager", out=out)
+        return StandardCombineInput(hidden_states=out)
+
+
+def routing(topk_output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights fp32 [T, K], ids int32 or int64 [T, K]) of any format that can say them; TypeError: of Triton-kernels' sorted one."""
+    if TopKOutputChecker.format_is_bypassed(topk_output):
+        topk_output = topk_output.to_standard()
+    if TopKOutputChecker.format_is_packed(topk_output):
+        packed = topk_output.packed_topk_ids.contiguous()
+        # One int32 a slot: the id above, the weight's bf16 bits below, which come first in memory.
+        return packed.view(torch.bfloat16)[..., ::2].float(), packed >> 16
+    if not TopKOutputChecker.format_is_standard(topk_output):
+        raise TypeError(f"moe_dist takes router outputs with ids and weights, not {type(topk_output).__name__}")
+    return topk_output.topk_weights.float().contiguous(), topk_output.topk_ids.contiguous()

@@ -1,0 +1,84 @@
+"""The tiny model that engines serve, its block-fp8 copy, and the truth: Hugging Face's own implementation in fp32."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from engines import NEW_TOKENS
+
+BLOCK = 128  # one scale an expert matrix: the intermediate size is one block, so the fp8 model runs on one TP rank
+FP8_MAX = 448.0
+
+
+def make_model(folder: Path) -> Path:
+    """Qwen3-MoE of 2 layers, 8 experts, top-2. Initialised so wide that no two tokens are near in score: fp32 then decides alike everywhere."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=256, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        intermediate_size=128, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+        initializer_range=0.15, max_position_embeddings=256,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_fp8_copy(model: Path, folder: Path) -> tuple[Path, Path]:
+    """(the copy whose experts are fp8 with block scales, the copy that holds the same values unquantised): the second is the first's truth."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    quantised, plain = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if not re.search(r"mlp\.experts\.\d+\.\w+_proj\.weight$", name):
+            continue
+        blocks = weight.unfold(0, BLOCK, BLOCK).unfold(1, BLOCK, BLOCK)
+        scale = blocks.abs().amax((-1, -2)) / FP8_MAX
+        spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        quantised[name] = (weight / spread).to(torch.float8_e4m3fn)
+        quantised[f"{name}_scale_inv"] = scale
+        plain[name] = quantised[name].float() * spread
+    assert len(quantised) > len(tensors)
+    config = json.loads((model / "config.json").read_text())
+    attention = [
+        f"model.layers.{i}.self_attn.{part}_proj" for i in range(config["num_hidden_layers"]) for part in ("q", "k", "v", "qkv", "o")
+    ]
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK], "ignored_layers": attention}
+    for copy, held, changes in (("fp8", quantised, {"quantization_config": fp8}), ("plain", plain, {})):
+        (folder / copy).mkdir(parents=True)
+        save_file(held, folder / copy / "model.safetensors", metadata={"format": "pt"})
+        (folder / copy / "config.json").write_text(json.dumps(config | changes))
+    return folder / "fp8", folder / "plain"
+
+
+def truth(model: Path, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Greedy tokens, and the log-probability of every token but the first: those of the prompt, then the new ones."""
+    from transformers import Qwen3MoeForCausalLM
+
+    network = Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    answers = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        with torch.no_grad():
+            for _ in range(NEW_TOKENS):
+                tokens.append(int(network(torch.tensor([tokens])).logits[0, -1].argmax()))
+            scores = network(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        answers.append(
+            {"tokens": tokens[len(prompt) :], "logprobs": [float(scores[at - 1, token]) for at, token in enumerate(tokens) if at]}
+        )
+    return answers
+
+
+def answer(result: dict[str, Any]) -> dict[str, Any]:
+    """SGLang's result in the form of `truth`."""
+    meta = result["meta_info"]
+    return {
+        "tokens": result["output_ids"],
+        "logprobs": [entry[0] for entry in (*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"])],
+    }
