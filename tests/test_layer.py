@@ -7,7 +7,7 @@ import dataclasses
 import io
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import msgpack
@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import moe_dist as md
-from moe_dist.backends.base import Runner
 from moe_dist.tuning.problem import Cell, Epoch, Operation, Winner
+from tests.backends.native import NATIVE, NativeBackend, NativeConfig
 from tests.backends.oracle import error_of, make_case, oracle
 
 CONFIG = md.MoEConfig(
@@ -28,39 +28,7 @@ CONFIG = md.MoEConfig(
 LOOP = md.Tactic.of("torch_loop", chunk_rows=0, compute="fp32")
 DENSE = md.Tactic.of("torch_dense", compute="fp32", form="wide")
 SEGMENTS = md.Tactic.of("torch_grouped", compute="fp32", method="segments")
-MEET = md.Tactic.of("meeting", collective=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class MeetingConfig(md.BackendConfig):
-    name = "meeting"
-
-
-class MeetingBackend(md.Backend):
-    """Pretends to talk to peers; writes the number of its calls, so that a test sees that it was executed."""
-
-    name = "meeting"
-    config_type = MeetingConfig
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def why_not(self, problem: md.MoEProblem, device: torch.device, params: md.BackendConfig) -> str | None:
-        return None
-
-    def tactics(self, problem: md.MoEProblem, bucket: md.Bucket, device: torch.device, params: md.BackendConfig) -> Sequence[md.Tactic]:
-        return (MEET,)
-
-    def default(self, problem: md.MoEProblem, bucket: md.Bucket | None, device: torch.device) -> md.Tactic:
-        return md.Tactic.of(self.name)
-
-    def bind(self, layer: md.BoundLayer, tactic: md.Tactic) -> Runner:
-        def run(acts: md.MoEActivationPack, out: torch.Tensor) -> md.Tactic:
-            self.tokens.append(len(out))
-            out.fill_(len(self.tokens))
-            return tactic
-
-        return run
+MEET = md.Tactic.of("native", collective=True)
 
 
 class FakeTuner:
@@ -136,18 +104,18 @@ def test_parameters_that_need_gradients_leave_no_graph() -> None:
 
 def test_config_unpacks_beside_backends() -> None:
     # A config that names no backends leaves room for the argument.
-    extra = MeetingBackend()
-    out = md.moe_layer(batch(3), **CONFIG, backends=MeetingConfig(), extra_backends=[extra])
+    extra = NativeBackend(MEET)
+    out = md.moe_layer(batch(3), **CONFIG, backends=NativeConfig(), extra_backends=[extra])
     assert out.unique().tolist() == [1.0]
 
 
 def test_an_explicit_choice_is_the_one_executed() -> None:
-    extra = MeetingBackend()
-    config = dataclasses.replace(CONFIG, backends=MeetingConfig())
+    extra = NativeBackend(MEET)
+    config = dataclasses.replace(CONFIG, backends=NativeConfig())
     layer = md.MoELayer(**config, extra_backends=[extra])
     layer(batch(3))
     assert extra.tokens == [3]
-    assert layer.lookup(3) == md.Tactic.of("meeting")
+    assert layer.lookup(3) == NATIVE
 
 
 def test_an_impossible_choice_lists_every_reason() -> None:
@@ -430,7 +398,7 @@ def test_capture_finishes_with_the_epoch_it_began_with(monkeypatch: pytest.Monke
 
 
 def test_collective_tactics_need_group_tokens() -> None:
-    extra = MeetingBackend()
+    extra = NativeBackend(MEET)
     layer, _ = tuned({md.Bucket(1, 8): MEET, md.Bucket(9, 128): LOOP}, extra_backends=[extra])
     layer(batch(5))
     assert extra.tokens == []  # without group_tokens the agreed default runs
@@ -441,7 +409,7 @@ def test_collective_tactics_need_group_tokens() -> None:
 
 
 def test_a_rank_without_tokens_still_meets_its_peers() -> None:
-    extra = MeetingBackend()
+    extra = NativeBackend(MEET)
     layer, _ = tuned({md.Bucket(1, 8): MEET}, extra_backends=[extra])
     acts, weights = batch(0)
     assert layer((acts, weights), group_tokens=8).shape == (0, 40)
@@ -473,7 +441,7 @@ def test_a_collective_winner_that_cannot_run_here_is_an_error() -> None:
     # Left out on one rank, its peers would wait for it.
     layer, _ = tuned({md.Bucket(1, 8): MEET})
     with pytest.raises(
-        md.TunerStateError, match="this rank can't run the collective winner meeting of 1-8 tokens: this layer runs torch_grouped"
+        md.TunerStateError, match="this rank can't run the collective winner native of 1-8 tokens: this layer runs torch_grouped"
     ):
         layer(batch(5))
 

@@ -13,6 +13,7 @@ from moe_dist.backends.base import Runner
 from moe_dist.backends.routing import route
 from moe_dist.backends.torch_loop import TorchLoopBackend
 from moe_dist.operation import probe_inputs
+from tests.backends.native import NATIVE, NativeBackend
 
 CPU = torch.device("cpu")
 CONFIG = md.MoEConfig(
@@ -225,28 +226,12 @@ def test_out_of_memory_has_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the check
 
 
-@dataclasses.dataclass(frozen=True)
-class SpoiledConfig(md.BackendConfig):
-    name = "spoiled"
-
-
-class SpoiledBackend(md.Backend):
+class SpoiledBackend(NativeBackend):
     """Right, and then `spoil(acts, weights, out)` has its way; `claims` is what it says it executed."""
 
-    name = "spoiled"
-    config_type = SpoiledConfig
-
-    def __init__(self, spoil: Callable[[md.MoEActivationPack, md.MoEWeightPack, torch.Tensor], object], claims: str = "spoiled") -> None:
+    def __init__(self, spoil: Callable[[md.MoEActivationPack, md.MoEWeightPack, torch.Tensor], object], claims: str = "native") -> None:
+        super().__init__()
         self.spoil, self.claims = spoil, claims
-
-    def why_not(self, problem: md.MoEProblem, device: torch.device, params: md.BackendConfig) -> str | None:
-        return None
-
-    def tactics(self, problem: md.MoEProblem, bucket: md.Bucket, device: torch.device, params: md.BackendConfig) -> Sequence[md.Tactic]:
-        return (md.Tactic.of(self.name),)
-
-    def default(self, problem: md.MoEProblem, bucket: md.Bucket | None, device: torch.device) -> md.Tactic:
-        return md.Tactic.of(self.name)
 
     def bind(self, layer: md.BoundLayer, tactic: md.Tactic) -> Runner:
         right = TorchLoopBackend().bind(layer, LOOP)
@@ -259,11 +244,11 @@ class SpoiledBackend(md.Backend):
         return run
 
 
-def verdict(spoil: Callable[[md.MoEActivationPack, md.MoEWeightPack, torch.Tensor], object], claims: str = "spoiled") -> str:
+def verdict(spoil: Callable[[md.MoEActivationPack, md.MoEWeightPack, torch.Tensor], object], claims: str = "native") -> str:
     """What the check says of a spoiled tactic; afterwards a sound one still passes on the same probe."""
     op = operation(extra=[SpoiledBackend(spoil, claims)])
     probe = op.probe(16, SPEC)
-    said = probe.check(probe.bind(md.Tactic.of("spoiled")))
+    said = probe.check(probe.bind(NATIVE))
     assert probe.check(probe.bind(LOOP)) is None
     return str(said)
 
@@ -314,12 +299,12 @@ def test_inputs_that_changed() -> None:
 def test_weights_that_changed() -> None:
     op = operation(extra=[SpoiledBackend(lambda acts, weights, out: weights.w13.view(torch.int16)[-1, -1, -1:].add_(1))])
     probe = op.probe(16, SPEC)
-    said = probe.check(probe.bind(md.Tactic.of("spoiled")))
+    said = probe.check(probe.bind(NATIVE))
     assert said == "the weights differ from what they were: it, or a tactic before it, wrote to them"
 
 
 def test_another_tactic_was_executed() -> None:
-    assert verdict(lambda acts, weights, out: None, claims="fallback") == "it executed fallback instead of spoiled"
+    assert verdict(lambda acts, weights, out: None, claims="fallback") == "it executed fallback instead of native"
 
 
 def test_global_ids_used_as_rows_are_rejected() -> None:
@@ -330,7 +315,7 @@ def test_global_ids_used_as_rows_are_rejected() -> None:
     for ep_rank, caught in ((1, True), (0, False)):  # on rank 0 the ids are the rows
         op = operation(ep_rank=ep_rank, extra=[Naive(lambda acts, weights, out: None)])
         probe = op.probe(16, SPEC)
-        said = probe.check(probe.bind(md.Tactic.of("spoiled")))
+        said = probe.check(probe.bind(NATIVE))
         assert (said is not None) == caught, said
 
 
@@ -340,7 +325,7 @@ def test_fp8_weights_allow_for_rounded_activations_and_no_more() -> None:
     for factor, passes in ((1.03, True), (1.2, False)):
         op = operation(config, extra=[SpoiledBackend(lambda acts, weights, out, factor=factor: out.mul_(factor))])
         probe = op.probe(16, SPEC)
-        assert (probe.check(probe.bind(md.Tactic.of("spoiled"))) is None) == passes
+        assert (probe.check(probe.bind(NATIVE)) is None) == passes
 
 
 # --- weights for the launcher

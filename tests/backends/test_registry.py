@@ -3,49 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import pytest
 import torch
 
 import moe_dist as md
-from moe_dist.backends.base import Runner
 from moe_dist.backends.registry import BACKENDS, PRIORITY, get_backend, usable_backends
-from moe_dist.tensors import MoEActivationPack
+from tests.backends.native import NativeBackend, NativeConfig
 
 CPU = torch.device("cpu")
 SMALL = md.MoEConfig(routing=md.RoutingConfig(8, 2), experts=md.ExpertConfig(hidden_size=32, intermediate_size=16))
 LARGE = dataclasses.replace(SMALL, routing=md.RoutingConfig(256, 2))
 INVARIANT = dataclasses.replace(SMALL, execution=md.ExecutionConfig(batch_invariant=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class NativeConfig(md.BackendConfig):
-    name = "native"
-    fast: bool = True
-
-
-class NativeBackend(md.Backend):
-    """A framework's own experts, as a plugin would pass them."""
-
-    name = "native"
-    config_type = NativeConfig
-
-    def why_not(self, problem: md.MoEProblem, device: torch.device, params: md.BackendConfig) -> str | None:
-        return None
-
-    def tactics(self, problem: md.MoEProblem, bucket: md.Bucket, device: torch.device, params: md.BackendConfig) -> Sequence[md.Tactic]:
-        return (md.Tactic.of(self.name),)
-
-    def default(self, problem: md.MoEProblem, bucket: md.Bucket | None, device: torch.device) -> md.Tactic:
-        return md.Tactic.of(self.name)
-
-    def bind(self, layer: md.BoundLayer, tactic: md.Tactic) -> Runner:
-        def run(acts: MoEActivationPack, out: torch.Tensor) -> md.Tactic:
-            out.fill_(7)
-            return tactic
-
-        return run
 
 
 def names(configs: list[md.BackendConfig]) -> list[str]:
