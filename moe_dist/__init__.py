@@ -24,6 +24,7 @@ from moe_dist.config import ParallelConfig as ParallelConfig
 from moe_dist.config import QuantConfig as QuantConfig
 from moe_dist.config import RoutingConfig as RoutingConfig
 from moe_dist.errors import ConfigError as ConfigError
+from moe_dist.errors import DeviceLost as DeviceLost
 from moe_dist.errors import GroupError as GroupError
 from moe_dist.errors import InputError as InputError
 from moe_dist.errors import MoEDistError as MoEDistError

@@ -7,6 +7,7 @@ MoEDistError
 ├── StoreError             a store can't be opened or was addressed wrongly
 └── TuningError
     ├── NothingRunnable    no candidate can run and the default fails too
+    ├── DeviceLost         a candidate broke the device's context; the process must be restarted
     ├── TunerStateError    nested contexts, two on one group, a pass under capture
     └── GroupError         what one rank concludes about its group; carries `ranks`
         ├── SettingsDiffer     settings or environments differ between ranks
@@ -60,6 +61,10 @@ class TuningError(MoEDistError):
 
 class NothingRunnable(TuningError):
     """No candidate can run a problem and its default fails too."""
+
+
+class DeviceLost(TuningError):
+    """A candidate broke the device's context: nothing runs in this process any more. Counts as a death of the process."""
 
 
 class TunerStateError(TuningError):

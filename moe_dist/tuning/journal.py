@@ -24,6 +24,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from moe_dist.errors import DeviceLost
+
 log = logging.getLogger("moe_dist.tuning")
 
 DEATHS_TO_QUARANTINE = 2
@@ -49,11 +51,16 @@ class Journal:
             path.write_text(json.dumps(dataclasses.asdict(_Mark.now(tactic_key))))
         except OSError as error:
             self._warn(error)
+        died = False
         try:
             yield
+        except DeviceLost:
+            died = True  # the process ends for this candidate's sake: as good as a death inside the block
+            raise
         finally:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            if not died:
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     def quarantined(self, tactic_key: str) -> str | None:
         """Why the candidate must not run here; None: it may."""

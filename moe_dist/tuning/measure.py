@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from moe_dist.errors import DeviceLost
 from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.problem import Cell, Failed, Measurement, Operation, Probe, ProbeSpec, Tactic, Timed, digest
 
@@ -78,6 +79,7 @@ class GraphClock:
 
     def __init__(self, run: Run, copies: int, device: torch.device, pool: Any = None) -> None:
         self._copies, self._device = copies, device
+        self._run = run  # the graph reads what it holds: bound weights, index tensors, scratch
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -211,10 +213,20 @@ class CellMeasurer:
             return action(), None
         except (MemoryError, torch.OutOfMemoryError) as error:
             return None, f"out of memory in preparation: {_first_line(error)}"
+        except RuntimeError as error:
+            self._require_device(error)
+            return None, f"{type(error).__name__}: {_first_line(error)}"
         except (TypeError, AttributeError, NameError, AssertionError):
             raise  # a bug, not a property of this candidate: it must be seen
         except Exception as error:  # kernels and compilers raise types of their own; the record keeps the reason
             return None, f"{type(error).__name__}: {_first_line(error)}"
+
+    def _require_device(self, error: RuntimeError) -> None:
+        """DeviceLost: after `error` the device answers nothing any more, so that no candidate can be judged in this process."""
+        try:
+            _synchronize(self._operation.device)
+        except RuntimeError as sticky:
+            raise DeviceLost(f"{self._operation.device} is lost to this process: {_first_line(error)}; restart it") from sticky
 
     def _prepare_one(self, probe: Probe, tactic: Tactic) -> str | None:
         """The reason why `tactic` is out, or None."""
@@ -248,7 +260,9 @@ class CellMeasurer:
                 calls = max(1, min(MAX_CALLS, round(window_us / self._call_us[tactic])))
                 try:
                     elapsed = self._clocks[tactic].window(calls)
-                except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+                except (MemoryError, RuntimeError) as error:
+                    if isinstance(error, RuntimeError):
+                        self._require_device(error)
                     self._failed[tactic] = Failed(f"{type(error).__name__}: {_first_line(error)}")
                     continue
                 windows[tactic].append(elapsed)
