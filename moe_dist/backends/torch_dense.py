@@ -43,7 +43,7 @@ class TorchDenseBackend(Backend):
             return f"torch_dense runs every token through all {experts} experts of a rank; its limit is {params.max_experts}: use torch_grouped"
         if problem.config.quant.weight is not None:
             return f"torch_dense has no batched product for {problem.config.quant.weight} weights"
-        return torch_why_not(problem, self.name)
+        return torch_why_not(problem, device, self.name)
 
     def tactics(self, problem: MoEProblem, bucket: Bucket, device: torch.device, params: BackendConfig) -> Sequence[Tactic]:
         if bucket.low > 1 and bucket.high * problem.config.routing.slots > 4 * _most_local_experts(problem):

@@ -38,7 +38,7 @@ class TorchGroupedBackend(Backend):
 
     def why_not(self, problem: MoEProblem, device: torch.device, params: BackendConfig) -> str | None:
         assert isinstance(params, TorchGroupedConfig)
-        common = torch_why_not(problem, self.name)
+        common = torch_why_not(problem, device, self.name)
         if common is not None or "segments" in params.methods:
             return common
         return _why_not_grouped_mm(problem, device)

@@ -35,7 +35,7 @@ class TorchLoopBackend(Backend):
     def why_not(self, problem: MoEProblem, device: torch.device, params: BackendConfig) -> str | None:
         if problem.config.execution.deterministic and device.type != "cpu":
             return "torch_loop adds rows by atomics on a GPU, so deterministic can't be promised"
-        return torch_why_not(problem, self.name)
+        return torch_why_not(problem, device, self.name)
 
     def tactics(self, problem: MoEProblem, bucket: Bucket, device: torch.device, params: BackendConfig) -> Sequence[Tactic]:
         assert isinstance(params, TorchLoopConfig)

@@ -86,9 +86,11 @@ def compute_dtypes(problem: MoEProblem, device: torch.device) -> tuple[str, ...]
     return ("fp32",)  # fp16 too: an intermediate beyond 65504 must not become inf where the result fits
 
 
-def torch_why_not(problem: MoEProblem, name: str) -> str | None:
+def torch_why_not(problem: MoEProblem, device: torch.device, name: str) -> str | None:
     """What no torch backend does."""
     config = problem.config
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        return f"there is no device {device} in this process"
     if config.quant.weight not in (None, "fp8"):
         return f"{name} runs unquantised and fp8 weights, not {config.quant.weight}"
     if config.execution.batch_invariant:

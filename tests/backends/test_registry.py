@@ -138,8 +138,10 @@ def test_a_backend_and_its_config_share_a_name() -> None:
         md.find_backends(SMALL, "cpu", extra_backends=[Renamed()])
 
 
-def test_device_may_be_a_name_and_is_not_touched() -> None:
-    assert md.explain_backends(SMALL, "cuda:7")["torch_loop"] is None
+def test_a_device_that_is_not_there_is_a_reason() -> None:
+    chosen = dataclasses.replace(SMALL, backends=md.TorchGroupedConfig(methods=("grouped_mm",)) | md.TorchDenseConfig())
+    reasons = md.explain_backends(chosen, "cuda:99")
+    assert {reasons[name] for name in ("torch_grouped", "torch_loop", "torch_dense")} == {"there is no device cuda:99 in this process"}
 
 
 def test_atomics_are_refused_where_bits_must_repeat() -> None:
