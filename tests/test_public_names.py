@@ -3,7 +3,7 @@
 import moe_dist
 
 NAMES = """
-ActivationConfig Backend BackendConfig BackendOptions BoundLayer Bucket BucketLadder ConfigError ExecutionConfig ExpertConfig GroupError
+ActivationConfig Backend BackendConfig BackendOptions BoundLayer Bucket BucketLadder ConfigError DeviceLost ExecutionConfig ExpertConfig GroupError
 InputError MeasurementPolicy MoEActivationPack MoEConfig MoEDistError MoELayer MoEOperation MoEProblem MoEWeightPack NothingRunnable
 ParallelConfig PassAborted PassReport ProbeSpec QuantConfig RankLost RankWithdrawn ReferenceConfig RendezvousLost RoutingConfig
 SettingsDiffer StoreError Tactic TorchDenseConfig TorchGroupedConfig TorchLoopConfig TritonConfig Tuner TunerStateError TuningError UnsupportedBackend
