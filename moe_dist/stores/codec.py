@@ -4,10 +4,10 @@ Owns the format and its version. Knows no key's meaning, no store and no environ
 it; stores themselves move bytes that they don't look into.
 
     entry  v, kind "entry", key (packed canonical form), tactic, time, default, default_time, provenance, digest
-    epoch  v, kind "epoch", number, deployment, problems (packed), winners, entries (each one's bytes), digest
+    epoch  v, kind "epoch", number, deployment, problems (packed), tactics, winners, entries (store key: bytes), digest
 
-A time is [median_us, spread_us, samples]; an epoch's winner is [index into problems, mode, low, high, tactic, tactic_us,
-default, default_us]. `digest` is the first 16 bytes of SHA-256 over the map without it. Bytes are taken only if they are
+A time is [median_us, spread_us, samples]; an epoch's winner is [problem, mode, low, high, tactic, tactic_us, default,
+default_us], where problem, tactic and default are places in the lists before it. `digest` is the first 16 bytes of SHA-256 over the map without it. Bytes are taken only if they are
 exactly what encoding their content gives, so a flipped bit, a missing byte or a trailing one is always found. Nothing is
 unpickled or evaluated; sizes are bounded before anything is built.
 """
@@ -16,19 +16,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import msgpack
 
-from moe_dist.tuning.problem import Bucket, Cell, Entry, Epoch, Problem, Tactic, Timed, Winner, pack, unpack
+from moe_dist.tuning.problem import Bucket, Cell, Entry, Epoch, Problem, Tactic, Timed, Winner
 
 FORMAT_VERSION = 1
 MAX_ENTRY_BYTES = 256 << 10  # a key with the recorded token counts of a thousand experts is 10 KiB
 MAX_EPOCH_BYTES = 64 << 20  # 10,000 entries of a typical 2 KiB, three times over
 
+_T = TypeVar("_T")
 _ENTRY_FIELDS = ["v", "kind", "key", "tactic", "time", "default", "default_time", "provenance"]
-_EPOCH_FIELDS = ["v", "kind", "number", "deployment", "problems", "winners", "entries"]
+_EPOCH_FIELDS = ["v", "kind", "number", "deployment", "problems", "tactics", "winners", "entries"]
 
 
 class Malformed(ValueError):
@@ -74,66 +75,54 @@ def decode_entry(data: bytes, key_digest: str | None = None) -> Entry:
     return entry
 
 
-def encode_epoch(epoch: Epoch, entries: Iterable[bytes]) -> bytes:
-    """`entries`: the encoded entries that the winners came from, embedded so that a reader needs nothing else.
+def encode_epoch(epoch: Epoch, entries: Mapping[str, bytes]) -> bytes:
+    """`entries`: store key -> encoded entry of what the winners came from, embedded so that a reader needs nothing else.
 
     ValueError: the epoch is larger than any reader would take.
     """
-    problems: dict[Problem, int] = {}
+    problems: dict[bytes, int] = {}  # by their bytes: 1 and True are equal keys of a dict, and not the same problem or tactic
+    tactics: dict[bytes, int] = {}
     winners = []
     for cell, winner in epoch.winners.items():
-        at = problems.setdefault(cell.problem, len(problems))
-        tactic, tactic_us, default, default_us, _ = winner.to_plain()
-        winners.append(
-            [
-                at,
-                cell.mode,
-                cell.bucket.low,
-                cell.bucket.high,
-                tactic,
-                float(tactic_us),
-                default,
-                None if default_us is None else float(default_us),
-            ]
-        )
+        places = [
+            problems.setdefault(cell.problem.packed, len(problems)),
+            *(tactics.setdefault(msgpack.packb(tactic.to_plain()), len(tactics)) for tactic in (winner.tactic, winner.default)),
+        ]
+        times = [None if time is None else float(time) for time in (winner.tactic_us, winner.default_us)]
+        winners.append([places[0], cell.mode, cell.bucket.low, cell.bucket.high, places[1], times[0], places[2], times[1]])
     return _seal(
         {
             "v": FORMAT_VERSION,
             "kind": "epoch",
             "number": epoch.number,
             "deployment": epoch.deployment,
-            "problems": [pack((problem.operation, problem.fields)) for problem in problems],
+            "problems": list(problems),
+            "tactics": [msgpack.unpackb(tactic) for tactic in tactics],
             "winners": winners,
-            "entries": list(entries),
+            "entries": dict(entries),
         },
         MAX_EPOCH_BYTES,
     )
 
 
-def decode_epoch(data: bytes, *, deployment: str | None = None, number: int | None = None) -> tuple[Epoch, tuple[bytes, ...]]:
-    """The epoch in `data`, its winners of source "epoch", and its entries' bytes. deployment, number: what was asked for; None: any.
+def decode_epoch(data: bytes, *, deployment: str | None = None, number: int | None = None) -> tuple[Epoch, dict[str, bytes]]:
+    """The epoch in `data`, its winners of source "epoch", and its entries' bytes, not looked into. deployment, number: what was asked for; None: any.
 
     Malformed, and no other exception: why these bytes are not that epoch.
     """
     body = _unseal(data, "epoch", _EPOCH_FIELDS, MAX_EPOCH_BYTES)
     try:
-        problems = [Problem(*_problem(packed)) for packed in body["problems"]]
+        problems = [Problem.from_packed(_typed(packed, bytes)) for packed in body["problems"]]
+        tactics = [_tactic(plain) for plain in body["tactics"]]
         winners = {}
-        for at, mode, low, high, tactic, tactic_us, default, default_us in body["winners"]:
-            if type(at) is not int or not 0 <= at < len(problems):
-                raise ValueError(f"problem {at!r} of {len(problems)}")
-            cell = Cell(problems[at], _typed(mode, str), _bucket(low, high))
-            winners[cell] = Winner(
-                _tactic(tactic),
-                _microseconds(tactic_us),
-                _tactic(default),
-                None if default_us is None else _microseconds(default_us),
-                "epoch",
-            )
+        for problem, mode, low, high, tactic, tactic_us, default, default_us in body["winners"]:
+            cell = Cell(_at(problems, problem), _typed(mode, str), _bucket(low, high))
+            default_us = None if default_us is None else _microseconds(default_us)
+            winners[cell] = Winner(_at(tactics, tactic), _microseconds(tactic_us), _at(tactics, default), default_us, "epoch")
         if len(winners) != len(body["winners"]):
             raise ValueError("a cell occurs twice")
         epoch = Epoch(_typed(body["number"], int), _typed(body["deployment"], str), winners)
-        entries = tuple(_typed(entry, bytes) for entry in body["entries"])
+        entries = {_typed(key, str): _typed(entry, bytes) for key, entry in _typed(body["entries"], dict).items()}
     except (TypeError, ValueError) as error:
         raise Malformed(f"not an epoch: {error}") from error
     if deployment is not None and epoch.deployment != deployment:
@@ -145,7 +134,9 @@ def decode_epoch(data: bytes, *, deployment: str | None = None, number: int | No
 
 def _seal(body: dict[str, Any], limit: int) -> bytes:
     content: bytes = msgpack.packb(body, use_bin_type=True)
-    data: bytes = msgpack.packb({**body, "digest": hashlib.sha256(content).digest()[:16]}, use_bin_type=True)
+    # The same map with one field more: a map of up to 15 fields begins with the byte 0x80 + their number.
+    tail: bytes = msgpack.packb("digest") + msgpack.packb(hashlib.sha256(content).digest()[:16], use_bin_type=True)
+    data = bytes([content[0] + 1]) + content[1:] + tail
     if len(data) > limit:
         raise ValueError(f"{body.get('kind')} of {len(data)} bytes; the limit is {limit}")
     return data
@@ -181,10 +172,7 @@ def _typed(value: Any, wanted: type) -> Any:
 
 
 def _tactic(plain: Any) -> Tactic:
-    tactic = Tactic.from_plain(_typed(plain, tuple))
-    if any(type(value) is float and not math.isfinite(value) for _, value in tactic.params):
-        raise ValueError(f"tactic {tactic} has a parameter that is no number")
-    return tactic
+    return Tactic.from_plain(_typed(plain, tuple))
 
 
 def _plain_time(time: Timed) -> list[Any]:
@@ -210,6 +198,8 @@ def _bucket(low: Any, high: Any) -> Bucket:
     return Bucket(low, high)
 
 
-def _problem(packed: Any) -> tuple[str, Any]:
-    operation, fields = unpack(_typed(packed, bytes))
-    return _typed(operation, str), _typed(fields, tuple)
+def _at(table: list[_T], place: int) -> _T:
+    if not 0 <= _typed(place, int) < len(table):
+        raise ValueError(f"place {place} of {len(table)}")
+    found: _T = table[place]
+    return found

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +21,7 @@ from moe_dist.errors import ConfigError
 
 MODES = ("eager", "cuda_graph")
 Scalar = str | int | float | bool | None
+_SCALARS = {str, int, float, bool, type(None)}
 
 
 def canonical(value: Any) -> Any:
@@ -70,6 +73,21 @@ class Problem:
         """TypeError: a field has no canonical form."""
         return cls(operation, canonical(fields))
 
+    @functools.cached_property
+    def packed(self) -> bytes:
+        """`pack` of this problem, computed once: a table of a thousand cells has few problems."""
+        return pack(self)
+
+    @classmethod
+    def from_packed(cls, packed: bytes) -> Problem:
+        """ValueError or TypeError: not the `packed` of a problem."""
+        name, ((_, fields), (_, operation)) = unpack(packed)
+        problem = cls(operation, fields)
+        if name != cls.__name__ or type(operation) is not str or type(fields) is not tuple:
+            raise TypeError(f"not a problem: {name!r}")
+        problem.__dict__["packed"] = packed  # what the cached property would give
+        return problem
+
 
 @dataclasses.dataclass(frozen=True)
 class Tactic:
@@ -101,15 +119,14 @@ class Tactic:
 
     @classmethod
     def from_plain(cls, plain: Sequence[Any]) -> Tactic:
-        """TypeError or ValueError: not what `to_plain` gives."""
+        """TypeError or ValueError: not what `to_plain` gives, or a parameter that is no finite number."""
         backend, params, collective = plain
-        pairs = tuple((name, value) for name, value in params)
-        if (
-            type(backend) is not str
-            or type(collective) is not bool
-            or not all(type(name) is str and (value is None or type(value) in (str, int, float, bool)) for name, value in pairs)
-        ):
+        pairs = [(name, value) for name, value in params]
+        names, kinds = {type(name) for name, _ in pairs}, {type(value) for _, value in pairs}
+        if type(backend) is not str or type(collective) is not bool or not names <= {str} or not kinds <= _SCALARS:
             raise TypeError(f"not a tactic: {plain!r}")
+        if float in kinds and not all(math.isfinite(value) for _, value in pairs if type(value) is float):
+            raise ValueError(f"a tactic has a parameter that is no number: {plain!r}")
         return cls(backend, tuple(sorted(pairs)), collective)
 
 
@@ -329,5 +346,9 @@ class Epoch:
     @property
     def digest(self) -> str:
         """Equal on all ranks exactly when they serve the same tactics for the same cells."""
-        rows = [[pack(cell).hex(), winner.tactic.to_plain()] for cell, winner in self.winners.items()]
-        return digest([self.deployment, sorted(rows, key=lambda row: str(row[0]))])
+        rows = [
+            [digest(cell.problem.packed), cell.mode, cell.bucket.low, cell.bucket.high, winner.tactic.to_plain()]
+            for cell, winner in self.winners.items()
+        ]
+        content: bytes = msgpack.packb([self.deployment, sorted(rows, key=lambda row: row[:4])], use_bin_type=True)
+        return digest(content)

@@ -215,8 +215,9 @@ class TunePass:
 
     def _stored_epoch(self) -> tuple[int, str]:
         """Number and digest of the deployment's newest epoch in the store."""
-        newest = epoch.newest(self._store, self._settings.deployment, read_epoch)
-        return (newest.number, newest.digest) if newest else (epoch.newest_number(self._store, self._settings.deployment), "")
+        deployment = self._settings.deployment
+        newest = epoch.newest(self._store, deployment, lambda value: read_committed(value, deployment))
+        return (newest.epoch.number, newest.epoch.digest) if newest else (epoch.newest_number(self._store, deployment), "")
 
     def _hits(self, cells: Iterable[Cell]) -> dict[Cell, bytes]:
         """Entries of this rank's cells: memory first, then one read of the store. A damaged one is a miss, logged with its reason."""
@@ -516,15 +517,24 @@ class TunePass:
             return
         paths = [self._key(cell).path for cell in outcome.epoch.winners]
         fresh = {self._key(cell).path: entry for cell, entry in outcome.entries.items()}
-        embedded = [value for path in paths if (value := fresh.get(path) or self._memory.get(path)) is not None]
+        embedded = {path: value for path in paths if (value := fresh.get(path) or self._memory.get(path)) is not None}
         if not epoch.publish(self._store, self._settings.deployment, outcome.epoch.number, encode_epoch(outcome.epoch, embedded)):
             log.warning("epoch %d could not be published to %s: nobody can join until it is", outcome.epoch.number, self._store.url)
 
 
-def read_epoch(value: bytes) -> Epoch | None:
-    """The epoch in `value`; None, logged with the reason, when it is none."""
+@dataclasses.dataclass(frozen=True)
+class Committed:
+    """An epoch as it lies in the store. entries: store key -> bytes, which are decoded when they are hit."""
+
+    value: bytes
+    epoch: Epoch
+    entries: Mapping[str, bytes]
+
+
+def read_committed(value: bytes, deployment: str) -> Committed | None:
+    """None, logged with the reason: `value` is no epoch of `deployment`."""
     try:
-        return decode_epoch(value)[0]
+        return Committed(value, *decode_epoch(value, deployment=deployment))
     except Malformed as error:
         log.warning("a stored epoch is passed over: %s", error)
         return None

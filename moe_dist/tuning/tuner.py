@@ -22,13 +22,13 @@ from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT, RankGroup
 from moe_dist.errors import ConfigError, PassAborted, RankLost, RankWithdrawn, RendezvousLost, TunerStateError
 from moe_dist.settings import job_settings
 from moe_dist.stores.base import Store
-from moe_dist.stores.codec import Malformed, decode_entry, decode_epoch
+from moe_dist.stores.codec import Malformed, decode_entry
 from moe_dist.stores.open import open_store
 from moe_dist.tuning.identity import Environment, build_environment
 from moe_dist.tuning.journal import Journal
 from moe_dist.tuning.policy import OBJECTIVES, STRATEGIES, MeasurementPolicy
 from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, Epoch, Operation, ProbeSpec, Problem, Tactic, Winner, unpack
-from moe_dist.tuning.tune_pass import PassSettings, ProgressEvent, TunePass, read_epoch
+from moe_dist.tuning.tune_pass import Committed, PassSettings, ProgressEvent, TunePass, read_committed
 
 log = logging.getLogger("moe_dist.tuning")
 
@@ -170,16 +170,18 @@ class Tuner:
         """
         self._require_usable()
         if self._group.size == 1:
-            value = self._newest_epoch()
-            return value is not None and self._adopt_if(value, self._why_not_epoch(value))
+            found = self._newest_epoch()
+            return found is not None and self._adopt_if(found, self._why_not_epoch(found))
         self._group.begin_pass()
         try:
-            value = self._group.exchange("reload", (self._newest_epoch() or b"") if self._group.is_leader else b"")[0]
-            reason = self._why_not_epoch(value) if value else "there is no committed epoch"
+            found = self._newest_epoch() if self._group.is_leader else None
+            value = self._group.exchange("reload", found.value if found else b"")[0]
+            found = found or (read_committed(value, self._deployment) if value else None)
+            missing = "it can't be read here" if value else "there is no committed epoch"
+            reason = self._why_not_epoch(found) if found else missing
             reasons = [word.decode() for word in self._group.exchange("reload-accept", (reason or "").encode())]
             refused = [f"rank {name}: {said}" for name, said in zip(self._group.names, reasons, strict=True) if said]
-            found = read_epoch(value) if value and not refused else None
-            table = (found or self.epoch).digest
+            table = (found.epoch if found and not refused else self.epoch).digest
             converge.require_one_digest(
                 [word.decode() for word in self._group.exchange("decide", table.encode())], self._group.names, "epochs"
             )
@@ -192,7 +194,7 @@ class Tuner:
         except BaseException as error:
             self._group.withdraw(f"{type(error).__name__}: {error}")
             raise
-        return bool(value) and self._adopt_if(value, refused[0] if refused else None)
+        return found is not None and self._adopt_if(found, refused[0] if refused else None)
 
     def withdraw(self, reason: str) -> None:
         """Tell the group that this rank will not take part in its next pass; peers raise RankWithdrawn at once."""
@@ -222,34 +224,31 @@ class Tuner:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise TunerStateError("a pass can't run under CUDA graph capture; tune before capturing")
 
-    def _newest_epoch(self) -> bytes | None:
-        return epoch.newest(self.store, self._deployment, lambda value: value if read_epoch(value) is not None else None)
+    def _newest_epoch(self) -> Committed | None:
+        return epoch.newest(self.store, self._deployment, lambda value: read_committed(value, self._deployment))
 
-    def _adopt_if(self, value: bytes, reason: str | None) -> bool:
+    def _adopt_if(self, found: Committed, reason: str | None) -> bool:
         if reason is not None:
             log.warning("the committed epoch is not adopted: %s", reason)
             return False
-        found, entries = decode_epoch(value)
-        for entry in entries:
-            decoded = decode_entry(entry)
-            self._memory[f"entries/{self.environment.digest}/{decoded.key_digest}"] = entry
-        self.epoch = found
+        self._memory.update(found.entries)
+        self.epoch = found.epoch
         return True
 
-    def _why_not_epoch(self, value: bytes) -> str | None:
-        """Why this rank can't serve the epoch in `value`; None: it can."""
-        try:
-            found, entries = decode_epoch(value, deployment=self._deployment)
-            keys = [unpack(decode_entry(entry).key) for entry in entries]
-        except Malformed as error:
-            return str(error)
-        for key in keys:
-            environment = Environment.from_plain(dict(dict(key[1])["environment"][1]))
-            if differing := self.environment.differences(environment):
-                return "it was tuned in another environment: " + "; ".join(
-                    f"{name} {theirs!r}, here {ours!r}" for name, (ours, theirs) in differing.items()
-                )
-        for cell, winner in found.winners.items():
+    def _why_not_epoch(self, found: Committed) -> str | None:
+        """Why this rank can't serve the epoch; None: it can."""
+        for path, entry in found.entries.items():
+            if path.startswith(f"entries/{self.environment.digest}/"):
+                continue
+            try:
+                key = unpack(decode_entry(entry).key)
+            except Malformed as error:
+                return str(error)
+            differing = self.environment.differences(Environment.from_plain(dict(dict(key[1])["environment"][1])))
+            return "it was tuned in another environment: " + "; ".join(
+                f"{name} {theirs!r}, here {ours!r}" for name, (ours, theirs) in differing.items()
+            )
+        for cell, winner in found.epoch.winners.items():
             operation = self._records.get(cell.problem)
             if operation is not None and (reason := operation.why_not(winner.tactic, cell.bucket)) is not None:
                 return f"{cell}: {winner.tactic}: {reason}"
