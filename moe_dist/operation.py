@@ -61,7 +61,8 @@ class MoEOperation:
     def candidates(self, bucket: Bucket, mode: str) -> Iterable[Tactic]:
         for backend, params in self._backends:
             for tactic in backend.tactics(self.moe_problem, bucket, self.device, params):
-                if self.why_not(tactic, bucket) is None:
+                capturable = mode != "cuda_graph" or not backend.waits_for_host(tactic)
+                if capturable and self.why_not(tactic, bucket) is None:
                     yield tactic
 
     def why_not(self, tactic: Tactic, bucket: Bucket) -> str | None:

@@ -106,6 +106,10 @@ class Backend(abc.ABC):
         known = set(self.tactics(problem, bucket or Bucket(1, 1), device, self.config_type()))
         return None if tactic in known or tactic == self.default(problem, bucket, device) else f"{self.name} has no tactic {tactic}"
 
+    def waits_for_host(self, tactic: Tactic) -> bool:
+        """Whether a call on a GPU reads results on the host: it can't be captured then, and is no candidate for `cuda_graph`."""
+        return False
+
     def workspace(self, problem: MoEProblem, tactic: Tactic, num_tokens: int) -> Workspace:
         """Scratch of one call; the default says none."""
         return Workspace()

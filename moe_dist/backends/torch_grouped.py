@@ -67,6 +67,9 @@ class TorchGroupedBackend(Backend):
             return f"grouped_mm multiplies the weights as they are stored, in {problem.config.quant.dtype}, not in {params['compute']}"
         return _why_not_grouped_mm(problem, device)
 
+    def waits_for_host(self, tactic: Tactic) -> bool:
+        return tactic["method"] == "segments"
+
     def workspace(self, problem: MoEProblem, tactic: Tactic, num_tokens: int) -> Workspace:
         config = problem.config
         rows, size = num_tokens * config.routing.slots, element_size(str(tactic["compute"]))

@@ -58,6 +58,9 @@ class TorchLoopBackend(Backend):
             return f"torch_loop doesn't compute {problem.config.quant.dtype} in {compute} on {device.type}"
         return None
 
+    def waits_for_host(self, tactic: Tactic) -> bool:
+        return True  # it asks how many rows each expert has
+
     def workspace(self, problem: MoEProblem, tactic: Tactic, num_tokens: int) -> Workspace:
         config = problem.config
         hidden, wide = config.experts.hidden_size, 3 * problem.local_intermediate + config.experts.hidden_size

@@ -88,7 +88,7 @@ class GraphClock:
         torch.cuda.current_stream(device).wait_stream(stream)
         _synchronize(device)
         # thread_local: what other threads of the process do meanwhile (a communicator's watchdog) can't spoil the capture.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             for index in range(copies):
                 run(index)
         self._graph.replay()
@@ -244,6 +244,8 @@ class CellMeasurer:
             return None
 
         fault, raised = self._attempt(prepare)
+        if raised is not None and self._pool is not None:
+            self._pool = torch.cuda.graph_pool_handle()  # a capture that fails leaves its pool unfit for another
         return raised or fault
 
     def _sweep(self, ready: list[Tactic], sweeps: int) -> tuple[dict[Tactic, list[float]], bool]:

@@ -22,6 +22,7 @@ from moe_dist.distributed.group import RankGroup
 from moe_dist.errors import NothingRunnable, PassAborted, RankLost, RankWithdrawn, RendezvousLost, SettingsDiffer
 from moe_dist.stores.base import Store
 from moe_dist.stores.codec import Malformed, decode_entry, decode_epoch, encode_entry, encode_epoch
+from moe_dist.stores.memory import MemoryStore
 from moe_dist.tuning.identity import Environment, Key
 from moe_dist.tuning.journal import Journal
 from moe_dist.tuning.measure import CellMeasurer, journal_key
@@ -518,7 +519,8 @@ class TunePass:
         paths = [self._key(cell).path for cell in outcome.epoch.winners]
         fresh = {self._key(cell).path: entry for cell, entry in outcome.entries.items()}
         embedded = {path: value for path in paths if (value := fresh.get(path) or self._memory.get(path)) is not None}
-        if not epoch.publish(self._store, self._settings.deployment, outcome.epoch.number, encode_epoch(outcome.epoch, embedded)):
+        published = epoch.publish(self._store, self._settings.deployment, outcome.epoch.number, encode_epoch(outcome.epoch, embedded))
+        if not published and not isinstance(self._store, MemoryStore):  # from a process's own memory nobody joins anyway
             log.warning("epoch %d could not be published to %s: nobody can join until it is", outcome.epoch.number, self._store.url)
 
 

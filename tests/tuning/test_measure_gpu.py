@@ -16,7 +16,7 @@ from fakes import FakeOperation, FakeProbe, tactic
 from moe_dist.tuning.journal import Journal
 from moe_dist.tuning.measure import CellMeasurer, journal_key
 from moe_dist.tuning.policy import MeasurementPolicy
-from moe_dist.tuning.problem import Bucket, Cell, ProbeSpec, Tactic, Timed
+from moe_dist.tuning.problem import Bucket, Cell, Failed, ProbeSpec, Tactic, Timed
 
 pytestmark = pytest.mark.gpu
 
@@ -34,10 +34,12 @@ class ReadingProbe(FakeProbe):
     def bind(self, wanted: Tactic) -> Callable[[int], Tactic]:
         table = torch.full((1 << 20,), 7.0, device="cuda")
         out = self.operation.out = torch.zeros(1 << 20, device="cuda")  # type: ignore[attr-defined]
-        broken = wanted["name"] == "broken"
+        broken, waits = wanted["name"] == "broken", wanted["name"] == "waits"
 
         def run(index: int) -> Tactic:
             out.copy_(table)
+            if waits:
+                out.sum().item()
             if broken and torch.cuda.is_current_stream_capturing():
                 torch._assert_async(torch.zeros((), device="cuda"))
             return wanted
@@ -59,6 +61,19 @@ def test_a_graph_keeps_what_it_reads_alive() -> None:
     assert isinstance(timed.round([tactic("plain")])[tactic("plain")], Timed)
     assert torch.equal(operation.out, torch.full((1 << 20,), 7.0, device="cuda"))  # type: ignore[attr-defined]
     assert len(others) == 8
+
+
+def test_a_capture_that_fails_spoils_no_other() -> None:
+    operation = Reading("a", {"plain": 1.0, "waits": 1.0, "after": 1.0}, device=torch.device("cuda"))
+    timed = measurer(operation)
+    names = [tactic(name) for name in ("plain", "waits", "after")]
+    timed.prepare(names)
+    measured = timed.round(names)
+    assert isinstance(measured[names[0]], Timed)
+    failed = measured[names[1]]
+    assert isinstance(failed, Failed)
+    assert "captur" in failed.reason
+    assert isinstance(measured[names[2]], Timed), measured[names[2]]
 
 
 BREAK = """
