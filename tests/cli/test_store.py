@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> str:
     key = pack({"cell": CELL, "policy": "eager"})
     entry = encode_entry(Entry(key, FAST, Timed(10.0, 0.5, 3), SLOW, Timed(20.0, 1.0, 3), {"host": "h"}))
     store.put("entries/e/1", entry)
-    store.put("epochs/d/00000001", encode_epoch(Epoch(1, "prod", {CELL: Winner(FAST, 10.0, SLOW, 20.0, "tuned")}), [entry]))
+    store.put("epochs/d/00000001", encode_epoch(Epoch(1, "prod", {CELL: Winner(FAST, 10.0, SLOW, 20.0, "tuned")}), {"entries/e/k": entry}))
     store.put("entries/e/bad", b"no entry")
     return str(tmp_path)
 
