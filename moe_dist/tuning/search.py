@@ -84,6 +84,9 @@ class Race:
         ties = [
             s for s in standings if s.median_us - best.median_us <= max((TIE_RATIO - 1) * best.median_us, min(s.spread_us, best.spread_us))
         ]
+        default = next((s for s in standings if s.tactic == self.default), None)
+        if default is not None and default not in ties:  # what ties with a noisy best may be slower than a steady default
+            ties = [s for s in ties if s.median_us < default.median_us]
         return min(ties, key=lambda standing: (standing.tactic != self.default, str(standing.tactic)))
 
     def _reject(self, tactic: Tactic, reason: str) -> None:

@@ -116,6 +116,16 @@ def test_a_wide_spread_widens_the_tie() -> None:
     assert winner.tactic == DEFAULT, "3% apart, but rounds of one candidate differ by more"
 
 
+def test_what_ties_with_a_noisy_best_does_not_win_if_it_is_slower_than_a_steady_default() -> None:
+    race = Race([DEFAULT, A, B], DEFAULT)
+    # Medians 103, 108 and 100: a and b tie within their spread of 10, and a comes first by name; the default is 3% behind b.
+    for plain, a, b in ((103.0, 108.0, 100.0), (103.0, 118.0, 110.0), (103.0, 98.0, 90.0)):
+        race.feed(times(plain=plain, a=a, b=b))
+    winner = race.winner()
+    assert winner is not None
+    assert winner.tactic == B
+
+
 def test_finalists_are_the_default_and_the_best_few_in_a_fixed_order() -> None:
     ratios = {tactic(name): ratio for name, ratio in {"e": 0.5, "d": 0.7, "c": 0.6, "b": 0.9, "a": 0.7}.items()}
     assert finalists(ratios, DEFAULT, count=3) == [DEFAULT, tactic("a"), tactic("c"), tactic("e")], "of equals the first by name"
