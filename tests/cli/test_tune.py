@@ -22,6 +22,8 @@ from moe_dist.cli.main import build_parser, main
 from moe_dist.cli.tune import plan_job
 from moe_dist.errors import ConfigError, UnsupportedBackend
 from moe_dist.settings import RankSettings
+from moe_dist.stores.codec import decode_epoch
+from moe_dist.stores.filesystem import FilesystemStore
 
 ROOT = Path(__file__).parents[2]
 MODEL = {
@@ -123,6 +125,19 @@ def test_ranks_that_cut_an_expert_are_neighbours() -> None:
         plan_job(parsed("--model", "olmoe-1b-7b", "--tp", "2", "--ep", "2"), RankSettings(rank=rank, world_size=4)) for rank in range(4)
     ]
     assert [(job.ep_rank, job.tp_rank) for job in jobs] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_another_model_s_winners_stay_in_the_deployment_s_table(model: str, tmp_path: Path) -> None:
+    # A group of one, in this process: the same passes, with nobody to wait for.
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(MODEL | {"num_experts": 4}))
+    store = tmp_path / "store"
+    for which in (model, str(other)):
+        assert main(["tune", "--device", "cpu", "--model", which, "--buckets", "1,2", "--store", str(store)]) == 0
+    newest = max(FilesystemStore(store).list("epochs"))
+    epoch, entries = decode_epoch(FilesystemStore(store).get(newest) or b"")
+    assert {len(epoch.of(problem, "eager")) for problem in {cell.problem for cell in epoch.winners}} == {2}
+    assert (len(epoch.winners), len(entries)) == (4, 4)
 
 
 # -- real ranks ----------------------------------------------------------------------------------------------------------
