@@ -14,6 +14,9 @@ from moe_dist.backends.torch_dense import TorchDenseConfig as TorchDenseConfig
 from moe_dist.backends.torch_grouped import TorchGroupedConfig as TorchGroupedConfig
 from moe_dist.backends.torch_loop import TorchLoopConfig as TorchLoopConfig
 from moe_dist.backends.triton import TritonConfig as TritonConfig
+from moe_dist.bench.components import ComponentTimes as ComponentTimes
+from moe_dist.bench.components import benchmark as benchmark
+from moe_dist.bench.components import benchmark_all as benchmark_all
 from moe_dist.config import ActivationConfig as ActivationConfig
 from moe_dist.config import BackendConfig as BackendConfig
 from moe_dist.config import BackendOptions as BackendOptions
@@ -42,6 +45,7 @@ from moe_dist.layer import MoELayer as MoELayer
 from moe_dist.layer import moe_layer as moe_layer
 from moe_dist.operation import MoEOperation as MoEOperation
 from moe_dist.operation import make_random_weights as make_random_weights
+from moe_dist.repro import MoERepro as MoERepro
 from moe_dist.tensors import MoEActivationPack as MoEActivationPack
 from moe_dist.tensors import MoEWeightPack as MoEWeightPack
 from moe_dist.tuning.context import autotune as autotune
@@ -50,6 +54,7 @@ from moe_dist.tuning.problem import Bucket as Bucket
 from moe_dist.tuning.problem import BucketLadder as BucketLadder
 from moe_dist.tuning.problem import ProbeSpec as ProbeSpec
 from moe_dist.tuning.problem import Tactic as Tactic
+from moe_dist.tuning.problem import Timed as Timed
 from moe_dist.tuning.problem import Workspace as Workspace
 from moe_dist.tuning.tuner import PassReport as PassReport
 from moe_dist.tuning.tuner import Tuner as Tuner

@@ -368,7 +368,7 @@ class MoEConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MoEConfig:
-        """Rebuild what `to_dict` gave. ConfigError: another schema version, an unknown or a missing field."""
+        """Rebuild what `to_dict` gave. ConfigError: another schema version, an unknown or a missing field, a part that is no mapping."""
         if data.get("schema") != SCHEMA_VERSION:
             raise ConfigError(f"config schema is {data.get('schema')!r}; this release reads {SCHEMA_VERSION}")
         parts: dict[str, Any] = {}
@@ -376,6 +376,8 @@ class MoEConfig:
             if name == "schema":
                 continue
             if name == "backends":
+                if not isinstance(value, (list, tuple)):
+                    raise ConfigError(f"backends is {value!r}; it must be a list of mappings, each with its name")
                 parts[name] = BackendOptions(tuple(_backend_from_dict(item) for item in value))
             elif name in _PARTS:
                 parts[name] = _part_from_dict(_PARTS[name], value)
@@ -388,6 +390,8 @@ class MoEConfig:
 
 
 def _part_from_dict(kind: type, value: Mapping[str, Any]) -> Any:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{kind.__name__} is {value!r}; it must be a mapping of its fields")
     known = {field.name for field in dataclasses.fields(kind) if field.name != "_"}
     unknown = sorted(set(value) - known)
     if unknown:
@@ -401,9 +405,11 @@ def _part_from_dict(kind: type, value: Mapping[str, Any]) -> Any:
 
 def _backend_from_dict(value: Mapping[str, Any]) -> BackendConfig:
     kinds = {kind.name: kind for kind in _all_backend_configs(BackendConfig)}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"a backend is {value!r}; it must be a mapping of its name and fields")
     fields = dict(value)
     name = fields.pop("name", None)
-    if name not in kinds:
+    if not isinstance(name, str) or name not in kinds:
         raise ConfigError(f"unknown backend {name!r}; known: {', '.join(sorted(kinds))}")
     config: BackendConfig = _part_from_dict(kinds[name], fields)
     return config

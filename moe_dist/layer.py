@@ -12,6 +12,7 @@ from typing import Required, TypedDict, Unpack, cast
 
 import torch
 
+from moe_dist import trace
 from moe_dist.backends.base import Backend, BoundLayer, MoEProblem, Runner
 from moe_dist.backends.registry import usable_backends
 from moe_dist.checks import bind_weights, check_activations, check_expert_map, check_ids, check_out, output_shape
@@ -78,7 +79,7 @@ def moe_layer(
         _check_values(layer, acts)
         tuner.record(MoEOperation(problem, weights, device, config.options, extra_backends))
     bucket = BucketLadder.powers_of_two(config.execution.tune_max_num_tokens).bucket(max(1, num_tokens))
-    runner = backend.bind(layer, backend.default(problem, bucket, device))
+    runner = _make_runner(backend, layer, backend.default(problem, bucket, device))
     return _execute(problem, runner, acts, num_tokens, out)
 
 
@@ -264,8 +265,14 @@ class _Serving:
 
     def _ready(self, tactic: Tactic) -> _Served:
         if tactic not in self._runners:
-            self._runners[tactic] = _Served(tactic, self._backends[tactic.backend].bind(self.layer, tactic))
+            self._runners[tactic] = _Served(tactic, _make_runner(self._backends[tactic.backend], self.layer, tactic))
         return self._runners[tactic]
+
+
+def _make_runner(backend: Backend, layer: BoundLayer, tactic: Tactic) -> Runner:
+    """`backend.bind`; its calls leave repro lines if their logger is on now, and pay nothing for it otherwise."""
+    runner = backend.bind(layer, tactic)
+    return trace.traced(runner, layer, tactic) if trace.enabled() and not _capturing(layer.weights.w13.device) else runner
 
 
 def _check_call(layer: BoundLayer, acts: MoEActivationPack) -> int:

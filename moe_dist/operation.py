@@ -215,13 +215,16 @@ def _checksum(tensor: torch.Tensor) -> int:
     return int(words.sum()) + int(flat[words.numel() * 8 :].sum(dtype=torch.int64))
 
 
-def make_random_weights(problem: MoEProblem, ep_rank: int, tp_rank: int, device: torch.device, seed: int = 0) -> MoEWeightPack:
+def make_random_weights(
+    problem: MoEProblem, ep_rank: int, tp_rank: int, device: torch.device, seed: int = 0, *, experts: Sequence[int] | None = None
+) -> MoEWeightPack:
     """Weights of this rank's share as a trained model's might be: no two experts alike, results about as large as the inputs.
 
+    experts: the global ids of the rows, where a map of the caller's own places them; None: `ParallelConfig` does.
     Made by drawing one expert and shifting it, since drawing every expert of a large model takes minutes on a CPU.
     ConfigError: 4-bit formats, whose scales belong to a backend.
     """
-    config, share = problem.config, problem.local_experts(ep_rank)
+    config, share = problem.config, problem.local_experts(ep_rank) if experts is None else experts
     quant, hidden = config.quant, config.experts.hidden_size
     if quant.weight not in (None, "fp8", "int8"):
         raise ConfigError(f"random weights come in bf16, fp16, fp32, fp8 and int8, not {quant.weight}; load a checkpoint")

@@ -41,6 +41,7 @@ CORE = (
     "moe_dist.checks",
     "moe_dist.operation",
     "moe_dist.tuning",
+    "moe_dist.trace",
     "moe_dist.layer",
 )
 ARROWS: dict[str, tuple[str, ...]] = {
@@ -57,13 +58,23 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "moe_dist.tuning": (*LEAVES, *TUNER_PARTS, "moe_dist.settings"),  # tuner.py, tune_pass.py and context.py
     "moe_dist.checks": (*LEAVES, "moe_dist.tensors", "moe_dist.backends"),
     "moe_dist.operation": (*LEAVES, "moe_dist.tensors", "moe_dist.backends", "moe_dist.checks", "moe_dist.tuning.probe"),
-    "moe_dist.layer": (*LEAVES, "moe_dist.tensors", "moe_dist.backends", "moe_dist.checks", "moe_dist.operation", "moe_dist.tuning"),
+    "moe_dist.trace": (*LEAVES, "moe_dist.tensors", "moe_dist.backends", "moe_dist.tuning.identity"),
+    "moe_dist.layer": (
+        *LEAVES,
+        "moe_dist.tensors",
+        "moe_dist.backends",
+        "moe_dist.checks",
+        "moe_dist.operation",
+        "moe_dist.tuning",
+        "moe_dist.trace",
+    ),
     "moe_dist.serving": (*CORE, "moe_dist.settings"),
     "moe_dist.interop": (*LEAVES, "moe_dist.backends"),
     "moe_dist.bench": (*CORE, "moe_dist.interop", "moe_dist.settings"),
+    "moe_dist.repro": (*CORE, "moe_dist.bench.components"),
     "moe_dist.cli": (*CORE, "moe_dist.interop", "moe_dist.settings", "moe_dist.bench", "moe_dist"),
     "moe_dist.tune": ("moe_dist.cli",),
-    "moe_dist": CORE,  # the public names
+    "moe_dist": (*CORE, "moe_dist.bench.components", "moe_dist.repro"),  # the public names
     **dict.fromkeys(("moe_dist_vllm", "moe_dist_sglang"), ("moe_dist", "moe_dist.serving", "moe_dist.settings")),
 }
 LIGHT = ("triton", "redis", "vllm", "sglang")  # what the core's import never loads

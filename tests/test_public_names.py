@@ -3,11 +3,12 @@
 import moe_dist
 
 NAMES = """
-ActivationConfig Backend BackendConfig BackendOptions BoundLayer Bucket BucketLadder ConfigError DeviceLost ExecutionConfig ExpertConfig GroupError
-InputError MeasurementPolicy MoEActivationPack MoEConfig MoEDistError MoELayer MoEOperation MoEProblem MoEWeightPack NothingRunnable
-ParallelConfig PassAborted PassReport ProbeSpec QuantConfig RankLost RankWithdrawn ReferenceConfig RendezvousLost RoutingConfig
-SettingsDiffer StoreError Tactic TorchDenseConfig TorchGroupedConfig TorchLoopConfig TritonConfig Tuner TunerStateError TuningError UnsupportedBackend
-Workspace autotune explain_backends find_backends make_random_weights moe_layer request_backend
+ActivationConfig Backend BackendConfig BackendOptions BoundLayer Bucket BucketLadder ComponentTimes ConfigError DeviceLost ExecutionConfig
+ExpertConfig GroupError InputError MeasurementPolicy MoEActivationPack MoEConfig MoEDistError MoELayer MoEOperation MoEProblem MoERepro
+MoEWeightPack NothingRunnable ParallelConfig PassAborted PassReport ProbeSpec QuantConfig RankLost RankWithdrawn ReferenceConfig
+RendezvousLost RoutingConfig SettingsDiffer StoreError Tactic Timed TorchDenseConfig TorchGroupedConfig TorchLoopConfig TritonConfig Tuner
+TunerStateError TuningError UnsupportedBackend Workspace autotune benchmark benchmark_all explain_backends find_backends
+make_random_weights moe_layer request_backend
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 from pathlib import Path
@@ -29,8 +30,18 @@ def test_launcher_lines_parse() -> None:
         read_model(build_parser().parse_args(["tune", *shlex.split(line)]).model)
 
 
-def test_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {})
+def test_python_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    repro = logging.getLogger("moe_dist.repro")
+    try:
+        exec(compile("\n".join(blocks), "README.md", "exec"), {})
+    finally:
+        repro.setLevel(logging.NOTSET)
+        for handler in repro.handlers[:]:
+            repro.removeHandler(handler)
+            handler.close()
     said = capsys.readouterr().out
     assert "'torch_grouped': None" in said
+    assert "\n{}\n" in said  # nothing differs between the log's machine and this one
+    assert "total is of torch_loop(chunk_rows=0,compute=bf16)" in said

@@ -85,19 +85,29 @@ class TorchGroupedBackend(Backend):
         def run(acts: MoEActivationPack, out: torch.Tensor) -> Tactic:
             rows_TK, weights_TK = select(layer, acts)
             tokens, slots = rows_TK.shape
-            rows = rows_TK.flatten()
-            # Remote slots sort behind the last expert, where no product reads them.
-            sorted_rows, order = rows.masked_fill(rows < 0, experts.shape[0]).sort(stable=True)
-            ends = torch.searchsorted(sorted_rows, experts, right=True).int()
+            order, ends = sort_slots(rows_TK, experts)
             x = acts.hidden_states[order // slots]
             if on_input:
                 x = x * weights_TK.flatten()[order, None]
             y_sorted = product(layer, x.to(compute), ends)
-            place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-            finalize(y_sorted[place].view(tokens, slots, y_sorted.shape[1]), rows_TK, None if on_input else weights_TK, out)
+            finalize(unsorted(y_sorted, order).view(tokens, slots, y_sorted.shape[1]), rows_TK, None if on_input else weights_TK, out)
             return tactic
 
         return run
+
+
+def sort_slots(rows_TK: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(order, ends) of `rows_TK`'s slots by expert, `experts` being 0, 1, ... E - 1: `order` int64 [T * K], expert e's slots lie from
+    ends[e - 1] to ends[e] (int32 [E]). Remote slots come behind the last expert, where no product reads them."""
+    rows = rows_TK.flatten()
+    sorted_rows, order = rows.masked_fill(rows < 0, experts.shape[0]).sort(stable=True)
+    return order, torch.searchsorted(sorted_rows, experts, right=True).int()
+
+
+def unsorted(y_sorted: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The rows of `y_sorted` back in the order of the slots."""
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    return y_sorted[place]
 
 
 def _why_not_grouped_mm(problem: MoEProblem, device: torch.device) -> str | None:
@@ -120,14 +130,17 @@ def _why_not_grouped_mm(problem: MoEProblem, device: torch.device) -> str | None
 def _grouped_mm(layer: BoundLayer, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """[rows, H] sorted by expert -> the same shape; rows behind the last end hold anything."""
     weights = layer.weights
-    h = F.grouped_mm(x, weights.w13.transpose(1, 2), offs=ends)
-    if weights.w13_bias is not None or weights.w2_bias is not None:
-        place = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
-        expert = torch.searchsorted(ends, place, right=True).clamp_max(ends.shape[0] - 1)
-    if weights.w13_bias is not None:
-        h = h + weights.w13_bias[expert]
-    y = F.grouped_mm(activate(h, layer.problem.config.activation).to(x.dtype), weights.w2.transpose(1, 2), offs=ends)
-    return y if weights.w2_bias is None else y + weights.w2_bias[expert]
+    h = grouped_product(x, weights.w13, weights.w13_bias, ends)
+    return grouped_product(activate(h, layer.problem.config.activation).to(x.dtype), weights.w2, weights.w2_bias, ends)
+
+
+def grouped_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor) -> torch.Tensor:
+    """x [rows, columns] sorted by expert times that expert's weight [E, out, columns], its bias [E, out] added: [rows, out]."""
+    y = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    if bias is None:
+        return y
+    place = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
+    return y + bias[torch.searchsorted(ends, place, right=True).clamp_max(ends.shape[0] - 1)]
 
 
 def _segments(layer: BoundLayer, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
