@@ -291,7 +291,8 @@ class RankGroup:
                 continue
             looked = now
             if self._present(self._key(_VERDICT)):
-                if name is None:
+                # A commit follows the last words: they may have come between the two looks.
+                if name is None or self._ask(lambda: self._store.check(keys)):
                     return
                 self._open = False
                 self._die_of(self._read_verdict())

@@ -1,0 +1,363 @@
+"""The rendezvous of a group in one process: ranks are threads over one store, so that every wait and every word can be looked at."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from moe_dist.distributed import group as module
+from moe_dist.distributed.group import RankGroup, Verdict
+from moe_dist.errors import ConfigError, PassAborted, RankLost, RankWithdrawn, RendezvousLost, SettingsDiffer, TunerStateError
+
+Make = Callable[..., list[RankGroup]]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """`make(count, store=...)`: ranks of a group over one store, all or `count` of `of` from `first`; they are closed at the end."""
+    made: list[RankGroup] = []
+
+    def ranks(
+        count: int, store: Any = None, *, of: int = 0, first: int = 0, progress: float = 1.0, cap: float = 20.0, **settings: Any
+    ) -> list[RankGroup]:
+        store, deadlines = store or HashStore(), {"progress_timeout": timedelta(seconds=progress), "cap": timedelta(seconds=cap)}
+        made.extend(RankGroup(store, rank, of or count, **deadlines, **settings) for rank in range(first, first + count))
+        return made[-count:]
+
+    yield ranks
+    for group in made:
+        group.close()
+
+
+def together(ranks: list[RankGroup], action: Callable[[RankGroup], Any]) -> list[Future[Any]]:
+    """`action` on every rank at once, to its end."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return [pool.submit(action, rank) for rank in ranks]
+
+
+def results(futures: list[Future[Any]]) -> list[Any]:
+    return [future.exception() or future.result() for future in futures]
+
+
+# -- words -----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_gets_every_word_in_rank_order(make: Make) -> None:
+    def talk(rank: RankGroup) -> list[list[bytes]]:
+        rank.begin_pass()
+        return [rank.exchange("one", b"%d" % rank.rank), rank.exchange("two", b"x" * rank.rank)]
+
+    assert results(together(make(3), talk)) == [[[b"0", b"1", b"2"], [b"", b"x", b"xx"]]] * 3
+
+
+def test_a_group_of_one_talks_to_itself_and_writes_no_word() -> None:
+    alone = RankGroup.alone()
+    alone.begin_pass()
+    keys = alone._store.num_keys()
+    assert alone.exchange("one", b"me") == [b"me"]
+    assert alone._store.num_keys() == keys
+    alone.commit("digest")
+    alone.close()
+
+
+def test_words_that_all_have_read_are_removed_so_that_many_passes_leave_the_rendezvous_flat(make: Make) -> None:
+    ranks = make(2)
+
+    def one_pass(rank: RankGroup) -> None:
+        rank.begin_pass()
+        for step in ("agree", "measure", "decide"):
+            rank.exchange(step, b"word" * 100)
+        rank.commit("digest")
+
+    sizes = []
+    for _ in range(4):
+        results(together(ranks, one_pass))
+        sizes.append(ranks[0]._store.num_keys())
+    # A pass leaves its verdict, one small key; the words of its last step go with the next pass.
+    assert [after - before for before, after in itertools.pairwise(sizes)] == [1, 1, 1]
+
+
+def test_a_word_of_an_earlier_pass_another_step_or_attachment_matches_nothing(make: Make) -> None:
+    store = HashStore()
+    ranks = make(2, store, progress=0.6)
+    for late in ("group/1/1/000001-agree/1", "group/2/2/000001-agree/1", "group/1/2/000002-agree/1", "group/1/2/000001-agree/0"):
+        store.set(late, "late")
+    for rank in ranks:
+        rank._pass = 1
+    ranks[0].begin_pass()
+    with pytest.raises(RankLost, match="rank 1 lost in pass 2, step agree: no progress for 1 s"):
+        ranks[0].exchange("agree", b"")
+
+
+def test_a_rank_that_comes_back_shares_no_word_with_its_former_self(make: Make) -> None:
+    store = HashStore()
+    first = make(1, store)[0]
+    first.close()
+    second = make(1, store)[0]
+    assert first._key("x") != second._key("x")
+
+
+# -- the verdict -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "verdict", [Verdict(committed="d"), Verdict(error="RankLost", message="rank 3 lost", ranks=(3, 5)), Verdict(error="PassAborted")]
+)
+def test_a_verdict_survives_its_bytes(verdict: Verdict) -> None:
+    assert Verdict.from_bytes(verdict.to_bytes()) == verdict
+
+
+@pytest.mark.parametrize("kind", [RankLost, RankWithdrawn, PassAborted, SettingsDiffer])
+def test_every_error_that_a_verdict_can_carry_is_raised_with_its_ranks(kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="why") as told:
+        Verdict(error=kind.__name__, message="why", ranks=(2,)).raise_error()
+    assert told.value.ranks == (2,)  # type: ignore[attr-defined]
+
+
+def opened(ranks: list[RankGroup]) -> list[RankGroup]:
+    for rank in ranks:
+        rank.begin_pass()
+    return ranks
+
+
+def test_what_was_committed_first_stands_and_a_late_abort_changes_nothing(make: Make) -> None:
+    """The compare of the commit: without it the last writer would win, and ranks would end differently."""
+    leader, late = opened(make(2))
+    leader.commit("table")
+    late.abort(RankLost("rank 0 lost", [0]))
+    assert leader._read_verdict() == late._read_verdict() == Verdict(committed="table")
+
+
+def test_what_was_aborted_first_stands_and_the_leader_does_not_commit(make: Make) -> None:
+    leader, other = opened(make(2))
+    other.abort(RankWithdrawn("rank 1 left the pass: KeyError", [1]))
+    with pytest.raises(RankWithdrawn, match="rank 1 left the pass: KeyError") as told:
+        leader.commit("table")
+    assert told.value.ranks == (1,)
+    assert leader.dead
+
+
+def test_a_rank_that_holds_another_table_than_the_committed_one_does_not_serve_it(make: Make) -> None:
+    leader, other = opened(make(2, names=[6, 7]))
+    leader.commit("table")
+    with pytest.raises(PassAborted, match="pass 1 was committed to table table, but rank 7 holds mine") as told:
+        other.commit("mine")
+    assert told.value.ranks == (7,)
+    with pytest.raises(TunerStateError, match=r"this group is dead \(committed to another table\)"):
+        other.begin_pass()
+
+
+def test_a_verdict_ends_a_wait_for_words_at_once(make: Make) -> None:
+    waiting, leaving = opened(make(2, progress=30.0))
+    started = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        wait = pool.submit(waiting.exchange, "agree", b"")
+        leaving.withdraw("KeyError: 'x'")
+        error = wait.exception(10)
+    assert isinstance(error, RankWithdrawn)
+    assert time.monotonic() - started < 10, "the deadline is 30 s"
+
+
+class _Racing:
+    """A rank's view of the rendezvous: between its last look for the words and its look at the verdict, `meanwhile` happens."""
+
+    def __init__(self, store: Any, meanwhile: Callable[[], None]) -> None:
+        self._store, self._meanwhile, self._first = store, meanwhile, 0.0
+
+    def clone(self) -> _Racing:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        present = bool(self._store.check(keys))
+        if keys[0].endswith("/all") and not present:
+            self._first = self._first or time.monotonic()
+            if time.monotonic() - self._first > 2 * module._LOOK_AROUND_S:
+                self._meanwhile()
+        return present
+
+
+def test_words_that_are_published_and_committed_between_two_looks_are_read(make: Make) -> None:
+    """The leader publishes the last words and commits at once: a rank that sees the commit first must still find the words."""
+    store, go, committed = HashStore(), threading.Event(), threading.Event()
+    (leader,) = make(1, store, of=2)
+    (other,) = make(1, _Racing(store, lambda: meanwhile()), of=2, first=1)
+
+    def meanwhile() -> None:
+        go.set()
+        assert committed.wait(10)
+
+    def lead() -> list[bytes]:
+        leader.begin_pass()
+        assert go.wait(10)
+        words = leader.exchange("decide", b"table")
+        leader.commit("table")
+        committed.set()
+        return words
+
+    def follow() -> list[bytes]:
+        other.begin_pass()
+        words = other.exchange("decide", b"table")
+        other.commit("table")
+        return words
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [future.result(20) for future in (pool.submit(lead), pool.submit(follow))] == [[b"table", b"table"]] * 2
+
+
+def test_who_withdraws_before_a_pass_spoils_the_next_one_alone(make: Make) -> None:
+    ranks = make(2, progress=30.0)
+    ranks[1].withdraw("KeyError: 'x'")
+    ranks[0].begin_pass()
+    with pytest.raises(RankWithdrawn, match="rank 1 left the pass: KeyError"):
+        ranks[0].exchange("agree", b"")
+
+
+def test_a_pass_that_is_over_cannot_be_aborted(make: Make) -> None:
+    leader, other = opened(make(2))
+    leader.commit("t")
+    other.commit("t")
+    other.abort(PassAborted("too late"))
+    assert other._read_verdict() == Verdict(committed="t")
+    other.begin_pass()
+
+
+# -- deadlines -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_silent_rank_is_lost_after_the_progress_timeout_and_the_group_is_dead(make: Make) -> None:
+    ranks = opened(make(3, progress=0.5, names=[4, 5, 6]))
+    started = time.monotonic()
+    errors = results(together(ranks[:2], lambda rank: rank.exchange("agree", b"")))
+    assert time.monotonic() - started < 10
+    assert [(type(error), str(error), error.ranks) for error in errors] == [
+        (RankLost, "rank 6 lost in pass 1, step agree: no progress for 0 s", (6,))
+    ] * 2
+    with pytest.raises(TunerStateError, match="this group is dead"):
+        ranks[0].begin_pass()
+
+
+def test_a_rank_that_moves_is_waited_for_beyond_the_progress_timeout(make: Make) -> None:
+    waiting, working = opened(make(2, progress=1.5))
+
+    def work() -> None:
+        for _ in range(12):  # 3.6 s, more than twice the timeout
+            time.sleep(0.3)
+            working.progress()
+        working.exchange("agree", b"done")
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(work)
+        assert waiting.exchange("agree", b"") == [b"", b"done"]
+        done.result(10)
+
+
+def test_the_cap_ends_a_wait_for_a_rank_that_moves_for_ever(make: Make) -> None:
+    waiting, working = opened(make(2, progress=30.0, cap=1.0))
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.wait(0.1):
+            working.progress(force=True)
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(work)
+        with pytest.raises(RankLost, match="rank 1 lost in pass 1, step agree: the pass outlasted its cap of 1 s"):
+            waiting.exchange("agree", b"")
+        stop.set()
+        done.result(10)
+
+
+def test_a_leader_that_does_not_commit_is_lost(make: Make) -> None:
+    ranks = opened(make(2, progress=0.5))
+    results(together(ranks, lambda rank: rank.exchange("decide", b"")))
+    with pytest.raises(RankLost, match="rank 0 lost in pass 1, step commit") as told:
+        ranks[1].commit("table")
+    assert told.value.ranks == (0,)
+    with pytest.raises(RankLost, match="rank 0 lost"):
+        ranks[0].commit("table")  # the leader comes back, and learns that it was given up
+
+
+class _Stuck:
+    """A rendezvous whose server stops answering."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.stuck = store, threading.Event()
+
+    def clone(self) -> _Stuck:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*args: Any) -> Any:
+            if self.stuck.is_set():
+                time.sleep(3.0)
+            return getattr(self._store, name)(*args)
+
+        return request
+
+
+def test_a_rendezvous_that_stops_answering_is_lost_in_bounded_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REQUEST_TIMEOUT", timedelta(seconds=0.3))
+    store = _Stuck(HashStore())
+    rank = opened(make(2, store, host=0))[1]
+    store.stuck.set()
+    started = time.monotonic()
+    with pytest.raises(RendezvousLost, match="the rendezvous store, which rank 0 serves, can't be reached") as told:
+        rank.exchange("agree", b"")
+    assert time.monotonic() - started < 2.5
+    assert told.value.ranks == (0,)
+    with pytest.raises(TunerStateError, match=r"dead \(rendezvous lost\)"):
+        rank.begin_pass()
+
+
+# -- misuse ----------------------------------------------------------------------------------------------------------------
+
+
+def test_two_passes_at_once_are_refused(make: Make) -> None:
+    (rank,) = opened(make(1))
+    with pytest.raises(TunerStateError, match="a pass is already open on this group; two can't run at once"):
+        rank.begin_pass()
+
+
+def test_two_open_groups_of_one_rank_are_refused_and_closing_frees_the_place(make: Make) -> None:
+    store = HashStore()
+    (first,) = make(1, store)
+    with pytest.raises(TunerStateError, match="rank 0 of group 'group' has an open tuner already"):
+        make(1, store)
+    first.close()
+    first.close()
+    make(1, store)
+
+
+def test_groups_of_other_scopes_share_a_store_and_never_meet(make: Make) -> None:
+    store = HashStore()
+    stages = [make(2, store, scope=f"stage-{stage}", names=[2 * stage, 2 * stage + 1]) for stage in range(2)]
+
+    def talk(rank: RankGroup) -> list[bytes]:
+        rank.begin_pass()
+        return rank.exchange("agree", b"%d" % rank.names[rank.rank])
+
+    assert results(together([*stages[0], *stages[1]], talk)) == [[b"0", b"1"]] * 2 + [[b"2", b"3"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "settings", "message"),
+    [
+        (2, 2, {}, "rank 2 is outside a group of 2; ranks go from 0 to 1"),
+        (-1, 2, {}, "rank -1 is outside"),
+        (0, 1, {"cap": timedelta(0)}, "progress_timeout .* and cap 0:00:00 must be above 0"),
+    ],
+)
+def test_wrong_places_and_deadlines_are_refused(rank: int, size: int, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RankGroup(HashStore(), rank, size, **settings)
