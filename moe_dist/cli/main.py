@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from moe_dist.cli import doctor, store, tune
+from moe_dist.cli import bench, doctor, store, tune
 from moe_dist.errors import ConfigError, MoEDistError, StoreError, UnsupportedBackend
 from moe_dist.settings import rank_settings
 
-COMMANDS = {"tune": tune, "store": store, "doctor": doctor}
+COMMANDS = {"tune": tune, "store": store, "doctor": doctor, "bench": bench}
 WRONGLY_ASKED = (ConfigError, StoreError, UnsupportedBackend)
 
 

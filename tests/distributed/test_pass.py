@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,9 @@ import torch.distributed as dist
 from fakes import FakeOperation
 from ranks import Rank, Ranks, run_ranks, wait_for
 
+from moe_dist.errors import PassAborted
+from moe_dist.stores.filesystem import FilesystemStore
+from moe_dist.tuning import tune_pass
 from moe_dist.tuning.policy import STRATEGIES, MeasurementPolicy
 from moe_dist.tuning.problem import BucketLadder
 from moe_dist.tuning.tuner import PassReport, Tuner
@@ -411,3 +415,33 @@ def test_the_rank_that_serves_the_rendezvous_is_named_when_it_dies(tmp_path: Pat
         survivors = [ranks.join_one(index, 30.0) for index in (1, 2)]
     assert [(outcome.error, outcome.culprits) for outcome in survivors] == [("RendezvousLost", (0,))] * 2
     assert "the rendezvous store, which rank 0 serves, can't be reached" in survivors[0].message
+
+
+def concludes_differently(rank: Rank, strategy: str) -> Any:
+    """Rank 1 has a bug, or a flipped bit: from the same words it picks another winner."""
+    if rank.index == 1:
+        right = tune_pass.TunePass._conclude
+
+        def wrong(self: Any, agreed: Any, decided: Any, entries: Any) -> Any:
+            swapped = [
+                dataclasses.replace(cell, winner=dataclasses.replace(cell.winner, tactic=cell.default)) if cell.winner else cell
+                for cell in decided
+            ]
+            return right(self, agreed, swapped, entries)
+
+        tune_pass.TunePass._conclude = wrong  # type: ignore[method-assign]
+    with make_tuner(rank, strategy) as tuner:
+        tuner.record(FakeOperation("a", COSTS))
+        try:
+            tuner.run_pass()
+        except PassAborted:
+            assert tuner.epoch.winners == {}, "the previous epoch stays"
+            raise
+
+
+@each_strategy
+def test_ranks_that_conclude_differently_abort_alike_and_change_nothing(strategy: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(concludes_differently, 3, tmp_path, strategy)
+    assert {(outcome.error, outcome.culprits) for outcome in outcomes} == {("PassAborted", (1,))}
+    assert "winner tables differ: rank 1 holds another than the rest" in outcomes[0].message
+    assert FilesystemStore(tmp_path / "store").list("epochs") == []

@@ -1,0 +1,304 @@
+"""What happens to a group when something goes wrong on one rank: every fault in every phase, over real processes.
+
+Owns the fault matrix. Three ranks serve a committed epoch, one of them (the culprit) meets a fault, and the rest is watched:
+all survivors must end with one table, or with one error that names the culprit, within the deadline, with the previous epoch
+intact; started again without the fault, the group must agree. cli and tests import this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from moe_dist.bench.ranks import Outcome, Rank, RankHangs, Ranks, run_ranks
+from moe_dist.bench.simulated import SimulatedOperation
+from moe_dist.distributed.epoch import newest
+from moe_dist.distributed.group import RankGroup
+from moe_dist.stores.codec import decode_epoch
+from moe_dist.stores.degrade import Unavailable
+from moe_dist.stores.filesystem import FilesystemStore
+from moe_dist.tuning.policy import STRATEGIES, MeasurementPolicy
+from moe_dist.tuning.problem import BucketLadder, Epoch
+from moe_dist.tuning.tuner import Tuner
+
+RANKS = 3
+PROGRESS_TIMEOUT_S = 4.0  # a silent rank is lost after this
+DEADLINE_S = 30.0  # the cap of a pass: nobody may wait longer
+DEPLOYMENT = "faults"
+COSTS: dict[str, float | str] = {"plain": 4000.0, "quick": 500.0, "slow": 9000.0}
+POLICY = MeasurementPolicy(rounds=1, sweeps=1, window=timedelta(milliseconds=1))
+LADDER = BucketLadder((1,))
+
+TIMED = "timed"  # a word with times, whatever the strategy calls its step
+PUBLISH = "publish"  # no step: the leader's part after the commit
+
+AGREED, UNTUNED = "agreed", "agreed, untuned"  # untuned: no candidate was timed on all ranks, so all run the default
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """phase: where it strikes. outcome: what all survivors must end with; errors are written `Type(culprit, ...)`.
+
+    culprit: the rank it strikes. at: the step whose word the culprit is about to send when the fault strikes; "": it lies in
+    what the culprit was started with. gone: the culprit ends otherwise than the survivors do. deaths: earlier starts with the same fault.
+    """
+
+    phase: str
+    name: str
+    outcome: str
+    culprit: int = 1
+    at: str = ""
+    gone: bool = False
+    deaths: int = 0
+
+
+STEPS = {"agree": "agree-2", "measure": TIMED, "commit": "decide", "reload": "reload-accept"}
+
+
+def _faults() -> tuple[Fault, ...]:
+    everywhere = []
+    for phase, at in STEPS.items():
+        everywhere += [
+            Fault(phase, "killed", "RankLost(1)", 1, at, gone=True),
+            Fault(phase, "leader killed", "RankLost(0)", 0, at, gone=True),
+            Fault(phase, "stopped", "RankLost(1)", 1, at, gone=True),
+            Fault(phase, "stopped and continued", AGREED, 1, at),
+            Fault(phase, "stopped, lost, then continued", "RankLost(1)", 1, at),
+            Fault(phase, "late", AGREED, 1, at),
+            Fault(phase, "leaves by an exception", "RankWithdrawn(1)", 1, at, gone=True),
+            Fault(phase, "out of memory", "RankWithdrawn(1)", 1, at, gone=True),
+        ]
+    return (
+        *everywhere,
+        Fault("agree", "other software version", "SettingsDiffer(1)"),
+        Fault("agree", "other GPU name", "SettingsDiffer(1)"),
+        Fault("agree", "other candidates", AGREED),
+        Fault("agree", "late words of an old pass", AGREED, 1, STEPS["agree"]),
+        Fault("agree", "two tuners on one group", "TunerStateError()"),
+        Fault("agree", "two passes at once", "RankWithdrawn(1)", 1, STEPS["agree"], gone=True),
+        Fault("measure", "out of memory in one tactic", AGREED),
+        Fault("measure", "out of memory for the probe", UNTUNED),
+        Fault("measure", "raises in one tactic", AGREED),
+        Fault("measure", "raises in all tactics", UNTUNED),
+        Fault("measure", "ends the process", "RankLost(1)", gone=True),
+        Fault("measure", "ended the process twice before", AGREED, deaths=2),
+        Fault("measure", "slow but alive", AGREED),
+        Fault("measure", "full disk", AGREED, 0),
+        Fault("commit", "leader killed after its word", "RankLost(0)", 0, "commit", gone=True),
+        Fault("commit", "leader killed after the commit", AGREED, 0, PUBLISH, gone=True),
+        Fault("commit", "store lost before the epoch", AGREED, 0),
+        Fault("reload", "another job publishes in between", AGREED, 1, STEPS["reload"]),
+        Fault("reload", "store not shared", AGREED),
+    )
+
+
+FAULTS = _faults()
+
+
+def fault_table(
+    faults: Iterable[Fault] = FAULTS, strategies: Sequence[str] = STRATEGIES, note: Callable[[str], None] = lambda line: None
+) -> list[dict[str, Any]]:
+    """Rows of phase, fault, strategy, outcome, seconds, deadline_seconds, expected, previous_epoch, restart; one for each pair.
+
+    seconds: from the fault to the end of the last survivor. outcome "hang": a survivor outlasted the deadline.
+    """
+    rows = []
+    for fault in faults:
+        for strategy in strategies:
+            with tempfile.TemporaryDirectory(prefix="moe-dist-faults-") as folder:
+                rows.append(_row(fault, strategy, Path(folder)))
+            note(", ".join(f"{name} {value}" for name, value in rows[-1].items()))
+    return rows
+
+
+def _row(fault: Fault, strategy: str, folder: Path) -> dict[str, Any]:
+    before = run_ranks(_rank, RANKS, folder, None, strategy, deadline=60.0)
+    if (first := _outcome(before)) != AGREED:
+        raise RuntimeError(f"{fault.name} in {fault.phase} under {strategy}: without a fault the ranks ended {first}: {before}")
+    intact = True
+    row: dict[str, Any] = {"phase": fault.phase, "fault": fault.name, "strategy": strategy}
+    for _ in range(fault.deaths):
+        run_ranks(_rank, RANKS, folder, fault, strategy, deadline=60.0)
+    with Ranks(_rank, RANKS, folder, fault, strategy) as ranks:
+        struck = time.monotonic()
+        try:
+            if fault.at:
+                ranks.wait("struck")
+            struck = time.monotonic()
+            if fault.name.startswith("stopped"):
+                ranks.signal(fault.culprit, signal.SIGSTOP)
+            if fault.name.endswith("continued"):
+                time.sleep(PROGRESS_TIMEOUT_S / 4)
+                if "lost" in fault.name:
+                    ranks.join_one(0, DEADLINE_S)
+                (folder / "mark-continued").touch()
+                ranks.signal(fault.culprit, signal.SIGCONT)
+            survivors = [rank for rank in range(RANKS) if not (fault.gone and rank == fault.culprit)]
+            ended = [ranks.join_one(rank, DEADLINE_S + 10.0 - (time.monotonic() - struck)) for rank in survivors]
+            row |= {"outcome": _outcome(ended), "seconds": round(time.monotonic() - struck, 2)}
+            intact = _intact(folder, ended, before[0].value["served"])
+        except RankHangs:
+            row |= {"outcome": "hang", "seconds": round(time.monotonic() - struck, 2)}
+    again = run_ranks(_rank, RANKS, folder, None, strategy, deadline=60.0)
+    row |= {"deadline_seconds": DEADLINE_S, "expected": fault.outcome}
+    return row | {"previous_epoch": "intact" if intact else "damaged", "restart": _outcome(again)}
+
+
+def _outcome(ended: Sequence[Outcome]) -> str:
+    """What all of `ended` share, or what each said."""
+    said = []
+    for outcome in ended:
+        if outcome.error:
+            said.append(f"{outcome.error}({', '.join(map(str, outcome.culprits))})")
+        else:
+            said.append(UNTUNED if outcome.value["untuned"] else AGREED)
+    tables = {outcome.value["digest"] for outcome in ended if not outcome.error}
+    if len(set(said)) > 1 or len(tables) > 1:
+        return "differ: " + "; ".join(said)
+    return said[0]
+
+
+def _intact(folder: Path, ended: Sequence[Outcome], served: str) -> bool:
+    """After an error, everyone still serves the epoch that was committed before, and the store holds nothing newer."""
+    if not any(outcome.error for outcome in ended):
+        return True
+    stored: Epoch | None = newest(FilesystemStore(folder / "store"), DEPLOYMENT, lambda value: decode_epoch(value)[0])
+    kept = [path.read_text() for path in folder.glob("served-*")]
+    return stored is not None and stored.digest == served and all(text == served for text in kept) and bool(kept)
+
+
+# -- on a rank ---------------------------------------------------------------------------------------------------------------
+
+
+class _StruckGroup(RankGroup):
+    """A group whose culprit meets its fault just before it sends the word of a step."""
+
+    strike: Callable[[str], None]
+
+    def exchange(self, step: str, word: bytes) -> list[bytes]:
+        self.strike(TIMED if step.startswith(("measure-", "shard-", "reload-published")) else step)
+        return super().exchange(step, word)
+
+    def commit(self, table_digest: str) -> None:
+        self.strike("commit")
+        super().commit(table_digest)
+        self.strike(PUBLISH)
+
+
+class _FailingStore(FilesystemStore):
+    """A disk that takes `room` more values and is full then."""
+
+    room = 0
+
+    def _write(self, key: str, value: bytes) -> None:
+        if self.room <= 0:
+            raise Unavailable("No space left on device")
+        self.room -= 1
+        super()._write(key, value)
+
+
+def _rank(rank: Rank, fault: Fault | None, strategy: str) -> dict[str, Any]:
+    """Without a fault: tune the problem "base", and leave. With one: adopt that epoch, meet the fault in a second pass or a reload."""
+    culprit = fault is not None and rank.index == fault.culprit
+    client = TCPStore("127.0.0.1", rank.port, is_master=False, wait_for_workers=False)
+    group = _StruckGroup(
+        client, rank.index, rank.size, progress_timeout=timedelta(seconds=PROGRESS_TIMEOUT_S), cap=timedelta(seconds=DEADLINE_S)
+    )
+    group.strike = lambda step: None
+    folder = rank.folder / ("elsewhere" if culprit and fault and fault.name == "store not shared" else "store")
+    store = _FailingStore(folder)
+    store.room = 1 << 30
+    versions = {"foreign": "2" if culprit and fault and fault.name == "other software version" else "1"}
+    with Tuner(store=store, group=group, strategy=strategy, policy=POLICY, ladder=LADDER, deployment=DEPLOYMENT, device="cpu",
+               versions={"foreign": "1"}) as tuner:  # fmt: skip
+        tuner.record(SimulatedOperation("base", COSTS))
+        if fault is None:
+            tuner.run_pass()
+            return {"digest": tuner.epoch.digest, "served": tuner.epoch.digest, "untuned": not tuner.epoch.winners}
+        tuner.reload()  # what is served while the fault strikes
+        (rank.folder / f"served-{rank.index}").write_text(tuner.epoch.digest)
+        costs = dict(COSTS)
+        operation = SimulatedOperation("new", costs)
+        if culprit:
+            environment = {"other software version": {"backends": tuple(versions.items())}, "other GPU name": {"device_name": "another"}}
+            tuner.environment = dataclasses.replace(tuner.environment, **environment.get(fault.name, {}))  # type: ignore[arg-type]
+            _prepare(fault, operation, costs, store)
+            struck: list[str] = []
+
+            def strike(step: str) -> None:
+                if step == fault.at and not struck:
+                    struck.append(step)
+                    rank.mark("struck")
+                    _meet(fault, rank, tuner, group, client)
+
+            group.strike = strike
+        if fault.name == "two tuners on one group":
+            rank.group().close()  # refused: this rank has an open one
+        tuner.record(operation)
+        try:
+            if fault.phase == "reload":
+                tuner.reload()
+                return {"digest": tuner.epoch.digest, "untuned": False}
+            report = tuner.run_pass()
+        finally:
+            (rank.folder / f"served-{rank.index}").write_text(tuner.epoch.digest)
+        return {"digest": report.digest, "untuned": any(row.winner is None for row in report.rows)}
+
+
+def _prepare(fault: Fault, operation: SimulatedOperation, costs: dict[str, float | str], store: _FailingStore) -> None:
+    """Faults that lie in what the culprit has."""
+    match fault.name:
+        case "other candidates":
+            costs["only here"] = 1.0
+        case "out of memory in one tactic":
+            costs["quick"] = "oom"
+        case "out of memory for the probe":
+            operation.probe_fault = "oom"
+        case "raises in one tactic":
+            costs["quick"] = "raise"
+        case "raises in all tactics":
+            costs.update(dict.fromkeys(costs, "raise"))
+        case "ends the process" | "ended the process twice before":
+            costs["quick"] = "exit"
+        case "slow but alive":
+            costs.update({name: 120.0 * float(cost) for name, cost in COSTS.items()})
+        case "full disk":
+            store.room = 0
+        case "store lost before the epoch":
+            store.room = 1
+
+
+def _meet(fault: Fault, rank: Rank, tuner: Tuner, group: RankGroup, client: TCPStore) -> None:
+    """Faults that strike at a step."""
+    if "killed" in fault.name:
+        os.kill(os.getpid(), signal.SIGKILL)
+    match fault.name:
+        case "stopped":
+            time.sleep(3600)  # the signal comes from outside, in the middle of this
+        case "stopped and continued" | "stopped, lost, then continued":
+            rank.wait("continued")
+        case "late":
+            time.sleep(PROGRESS_TIMEOUT_S / 2)
+        case "leaves by an exception":
+            raise KeyError("calibration file")
+        case "out of memory":
+            raise MemoryError("no room for the table")
+        case "late words of an old pass":
+            for name in ("000002-agree-2/0", "000002-agree-2/all", "000003-decide/all"):
+                client.set(f"group/1/1/{name}", "late")  # pass 1 is over
+        case "two passes at once":
+            tuner.run_pass()
+        case "another job publishes in between":
+            with Tuner(store=f"{rank.folder}/store", policy=POLICY, ladder=LADDER, deployment=DEPLOYMENT, device="cpu",
+                       versions={"foreign": "1"}) as other:  # fmt: skip
+                other.record(SimulatedOperation("other job", COSTS))
+                other.run_pass()

@@ -1,0 +1,64 @@
+"""`moe-dist bench`: benchmarks of the tuner itself. Parses, runs what `moe_dist.bench` holds, shows it and judges it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from moe_dist.bench import report
+from moe_dist.bench.agreement import diverged_table
+from moe_dist.bench.faults import fault_table
+from moe_dist.bench.lookup import lookup_table
+
+HELP = "measure what the tuner promises: agreement between ranks, survival of faults, the cost of a lookup"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(required=True, metavar="KIND")
+    agreement = kinds.add_parser("agreement", help="do ranks run the same tactics, and what ends a pass that meets a fault?")
+    agreement.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="group sizes, each a row an arm (default: 2 4 8)")
+    agreement.add_argument("--keys", type=int, default=50, help="problem x mode x bucket; a multiple of 5 (default: 50)")
+    agreement.add_argument("--calls", type=int, default=1000, help="calls of each rank, of uneven token counts (default: 1000)")
+    agreement.add_argument("--faults", action="store_true", help="also every fault in every phase and strategy, over 3 ranks: minutes")
+    agreement.add_argument("--json", type=Path, help="write the tables here")
+    agreement.set_defaults(kind=_agreement)
+    lookup = kinds.add_parser("lookup", help="the host time of finding the tactic of a call")
+    lookup.add_argument("--json", type=Path, help="write the table here")
+    lookup.set_defaults(kind=_lookup)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0: what was measured holds its bars; 1: it does not, and stderr says what."""
+    code: int = arguments.kind(arguments)
+    return code
+
+
+def _agreement(arguments: argparse.Namespace) -> int:
+    def note(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    diverged = diverged_table(arguments.ranks, arguments.keys, arguments.calls, note)
+    objections = report.diverged_objections(diverged, arguments.ranks, arguments.keys, arguments.calls)
+    tables = {"divergence": diverged}
+    if arguments.faults:
+        tables["faults"] = fault_table(note=note)
+        objections += report.fault_objections(tables["faults"])
+    command = f"moe-dist bench agreement --ranks {shlex.join(map(str, arguments.ranks))} --keys {arguments.keys} --calls {arguments.calls}"
+    return _finish(arguments.json, command + (" --faults" if arguments.faults else ""), tables, objections)
+
+
+def _lookup(arguments: argparse.Namespace) -> int:
+    rows = lookup_table()
+    return _finish(arguments.json, "moe-dist bench lookup", {"lookup": rows}, report.lookup_objections(rows))
+
+
+def _finish(path: Path | None, command: str, tables: dict[str, list[dict[str, object]]], objections: list[str]) -> int:
+    for title, rows in tables.items():
+        report.show(title, rows)
+    if path is not None:
+        report.write(path, report.document(command, tables))
+    for objection in objections:
+        print(f"moe-dist bench: {objection}", file=sys.stderr)
+    return 1 if objections else 0

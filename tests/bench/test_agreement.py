@@ -1,0 +1,80 @@
+"""The benchmarks run, small: noisy ranks that tune apart diverge and those that tune together don't; faults end as they must."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_dist.bench import agreement, faults
+from moe_dist.bench.faults import DEADLINE_S, FAULTS, Fault
+from moe_dist.cli.main import main
+from moe_dist.errors import ConfigError
+
+
+def test_ranks_that_tune_apart_diverge_and_no_strategy_does() -> None:
+    """10 keys of 5 variants that cost nearly the same: that two ranks choose alike for all of them is next to impossible."""
+    rows = agreement.diverged_table([2], keys=10, calls=120)
+    assert [(row["strategy"], row["ranks"], row["keys"], row["calls"]) for row in rows] == [(arm, 2, 10, 120) for arm in agreement.ARMS]
+    diverged = {row["strategy"]: row["diverged"] for row in rows}
+    assert diverged.pop("unprotected") > 0
+    assert set(diverged.values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys", "calls", "message"),
+    [
+        ([2], 7, 10, "keys is 7; it must be a multiple of the 5 buckets of a problem"),
+        ([2], 0, 10, "keys is 0"),
+        ([1], 5, 10, "ranks is 1; divergence needs at least 2"),
+        ([2], 5, 0, "calls is 0; it must be at least 1"),
+    ],
+)
+def test_wrong_numbers_are_refused(ranks: list[int], keys: int, calls: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        agreement.diverged_table(ranks, keys, calls)
+
+
+def fault(phase: str, name: str) -> Fault:
+    (found,) = [candidate for candidate in FAULTS if (candidate.phase, candidate.name) == (phase, name)]
+    return found
+
+
+# One of each kind of ending; `moe-dist bench agreement --faults` runs them all, in every strategy.
+@pytest.mark.parametrize(
+    ("phase", "name", "strategy"),
+    [
+        ("commit", "leader killed after its word", "reduce"),
+        ("agree", "stopped, lost, then continued", "shard"),
+        ("measure", "ended the process twice before", "reload"),
+        ("reload", "another job publishes in between", "reload"),
+        ("agree", "two passes at once", "reduce"),
+        ("commit", "store lost before the epoch", "reduce"),
+    ],
+)
+def test_a_fault_ends_as_it_must(phase: str, name: str, strategy: str) -> None:
+    wanted = fault(phase, name)
+    (row,) = faults.fault_table([wanted], [strategy])
+    assert (row["phase"], row["fault"], row["strategy"]) == (phase, name, strategy)
+    assert (row["outcome"], row["previous_epoch"], row["restart"]) == (wanted.outcome, "intact", "agreed"), row
+    assert row["seconds"] <= row["deadline_seconds"] == DEADLINE_S
+
+
+def test_faults_cover_every_phase_and_are_named_once() -> None:
+    assert {fault.phase for fault in FAULTS} == {"agree", "measure", "commit", "reload"}
+    assert len({(fault.phase, fault.name) for fault in FAULTS}) == len(FAULTS)
+
+
+def test_the_lookup_benchmark_writes_its_table(tmp_path: Path) -> None:
+    """That it runs; how long a lookup takes is the benchmark's to say, on a machine that is not busy with tests."""
+    assert main(["bench", "lookup", "--json", str(tmp_path / "lookup.json")]) in (0, 1)
+    kept = json.loads((tmp_path / "lookup.json").read_text())
+    assert kept["command"] == "moe-dist bench lookup"
+    assert [(row["part"], row["lookups"]) for row in kept["lookup"]] == [("index", 10_000), ("MoELayer.lookup", 10_000)]
+    assert all(row["nanoseconds"] > 0 for row in kept["lookup"])
+
+
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "agreement", "--ranks", "2", "--keys", "7"]) == 2
+    assert capsys.readouterr().err == "moe-dist: keys is 7; it must be a multiple of the 5 buckets of a problem\n"
