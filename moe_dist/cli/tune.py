@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=_seconds, help="seconds to measure in, shared evenly by the buckets (default: no limit)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--store", help="folder or URL of the results (default: $MOE_DIST_STORE, else the user's cache)")
+    parser.add_argument("--no-write", action="store_true", help="take winners from the store and publish none")
     parser.add_argument("--deployment", default="default", help="whose epochs these are (default 'default')")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--progress-timeout", type=_seconds, default=PROGRESS_TIMEOUT, help="seconds without progress: a rank is lost")
@@ -147,7 +148,7 @@ def plan_job(arguments: argparse.Namespace, ranks: RankSettings) -> TuneJob:
         ladder=ladder,
         policy=policy,
         device=device,
-        store=open_store(arguments.store or default_store()),
+        store=open_store(("read-only:" if arguments.no_write else "") + (arguments.store or default_store())),
     )
 
 

@@ -125,7 +125,8 @@ def _totals(result: TuneResult) -> str:
         agreed = "one rank"
     if cells and result.measured == 0 and result.hits == cells:
         return f"measured nothing: all {cells} winners came from {result.store}; {agreed}; {result.seconds:.1f} s"
-    return f"measured {result.measured} candidates, {result.hits} hits of {cells}; {agreed}; {result.seconds:.1f} s; kept in {result.store}"
+    kept = "kept nowhere (--no-write)" if result.store.startswith("read-only:") else f"kept in {result.store}"
+    return f"measured {result.measured} candidates, {result.hits} hits of {cells}; {agreed}; {result.seconds:.1f} s; {kept}"
 
 
 def write_json(path: Path, shape: ModelShape, config: MoEConfig, arguments: argparse.Namespace, result: TuneResult) -> None:

@@ -77,7 +77,7 @@ class ReadOnlyStore:
 
     @property
     def url(self) -> str:
-        return self.store.url
+        return f"read-only:{self.store.url}"
 
     @property
     def degraded(self) -> str | None:

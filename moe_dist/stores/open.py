@@ -7,12 +7,19 @@ import urllib.parse
 from moe_dist.errors import StoreError
 from moe_dist.stores.base import Store
 from moe_dist.stores.filesystem import FilesystemStore
-from moe_dist.stores.layered import LayeredStore
+from moe_dist.stores.layered import LayeredStore, ReadOnlyStore
 from moe_dist.stores.memory import MemoryStore
 from moe_dist.stores.redis import SCHEMES as REDIS_SCHEMES
 from moe_dist.stores.redis import RedisStore
 
-FORMS = ("memory:", "file:///path", "a plain path", *(f"{scheme}://" for scheme in REDIS_SCHEMES), "layered:LOCAL,SHARED")
+FORMS = (
+    "memory:",
+    "file:///path",
+    "a plain path",
+    *(f"{scheme}://" for scheme in REDIS_SCHEMES),
+    "layered:LOCAL,SHARED",
+    "read-only:STORE",
+)
 
 
 def open_store(url: str) -> Store:
@@ -31,6 +38,8 @@ def open_store(url: str) -> Store:
         return FilesystemStore(urllib.parse.unquote(parts.path))
     if scheme in REDIS_SCHEMES and rest.startswith("//"):
         return RedisStore.from_url(url)
+    if scheme == "read-only":
+        return ReadOnlyStore(open_store(rest))
     if scheme == "layered":
         local, comma, shared = rest.partition(",")
         if not comma:

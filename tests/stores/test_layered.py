@@ -101,12 +101,13 @@ def test_a_read_only_store_sends_no_write(server):
     open_store(url).put("x/y", b"1")
     with server.client() as client:
         client.config_resetstat()
-        store = ReadOnlyStore(open_store(url))
+        store = open_store(f"read-only:{url}")
         assert store.get("x/y") == b"1"
         assert not store.put("x/y", b"2")
         assert not store.put("x/z", b"3")
         store.delete("x/y")
         assert store.get("x/y") is None
         assert store.list("x") == ["x/z"]
+        assert store.url == f"read-only:redis://127.0.0.1:{server.port}/0"
         assert {"cmdstat_set", "cmdstat_del"}.isdisjoint(client.info("commandstats"))
     assert open_store(url).get("x/y") == b"1"
