@@ -18,15 +18,16 @@ OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
 # Tests of a served engine run in environments of their own. A target named here runs at the end of `make test`.
-ENGINE_TESTS := test-sglang
+ENGINE_TESTS := test-sglang test-vllm
 
-.PHONY: help tune test test-fast test-sglang check format clean
+.PHONY: help tune test test-fast test-sglang test-vllm check format clean
 
 help:
 	@echo 'make tune       tune OLMoE-1B-7B on two CPU ranks'
 	@echo 'make test       everything that runs without a GPU'
 	@echo 'make test-fast  the same without the serving engines'
 	@echo 'make test-sglang  the SGLang plugin in the real engine, on CPU'
+	@echo 'make test-vllm  the vLLM plugin in the real engine, on CPU'
 	@echo 'make check      ruff and mypy alone;  make format  lets ruff rewrite'
 	@echo 'make clean      remove the environment, the tuned entries and the caches'
 
@@ -41,6 +42,9 @@ test-fast: check
 # Each start of an engine is a minute of imports on one core: two at a time.
 test-sglang: .venv-sglang/.ready
 	.venv-sglang/bin/python -m pytest -n 2 -q -m engine tests/plugins/sglang
+
+test-vllm: .venv-vllm/.ready
+	.venv-vllm/bin/python -m pytest -q -m engine tests/plugins/vllm
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -69,5 +73,9 @@ $(VENV)/.test: $(VENV)/.core
 	tests/plugins/sglang/environment.sh $(PYTHON) .venv-sglang
 	@touch $@
 
+.venv-vllm/.ready: tests/plugins/vllm/make_env.py pyproject.toml constraints.txt
+	$(PYTHON) tests/plugins/vllm/make_env.py .venv-vllm
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-sglang .tuned .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-sglang .venv-vllm .tuned .mypy_cache .ruff_cache

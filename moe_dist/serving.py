@@ -135,8 +135,9 @@ class ServedModel:
                 served.layer.tuner = tuner
         for served in self._layers:
             _bind(served)
-        for line in self.describe(counts):
-            log.info("%s", line)
+        if group is None or dist.get_rank(group) == 0:  # the others serve the same
+            for line in self.describe(counts):
+                log.info("%s", line)
         log.info("%s; %s took %.1f s", self.summary(measured), settings.tune, time.monotonic() - started)
         return measured
 

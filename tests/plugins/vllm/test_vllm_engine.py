@@ -1,0 +1,209 @@
+"""The real vLLM on CPU with --moe-backend=moe_dist: the stock backend's tokens, our experts executed, tuned once and together.
+
+In float32, where greedy tokens of all layouts agree; fp8 beside float16. An engine costs 10 to 60 s, so each is started once and asked many things.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm_tiny
+from vllm_drive import NEW_TOKENS, PROMPTS
+from vllm_engines import Drive, Run, driver, end_session, environment
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="session")
+def drive(tmp_path_factory: pytest.TempPathFactory) -> Drive:
+    return driver(lambda: tmp_path_factory.mktemp("engine"))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    quantised, dequantised = vllm_tiny.save_block_fp8(folder / "fp8", folder / "dequantised")
+    return {"plain": vllm_tiny.save_plain(folder / "plain"), "fp8": quantised, "dequantised": dequantised}
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="session")
+def one_rank(drive: Drive, models: dict[str, Path], store: Path) -> Run:
+    """Stock and ours on one rank: the oracles, a cold start, a warm one, and block-fp8."""
+    return passed(
+        drive(
+            {"model": models["plain"], "backend": "auto"},
+            {"model": models["dequantised"], "backend": "auto", "dtype": "float16"},  # vLLM's fp8 knows no float32
+            {"model": models["plain"], "backend": "moe_dist"},
+            {"model": models["plain"], "backend": "moe_dist"},
+            {"model": models["fp8"], "backend": "moe_dist", "dtype": "float16"},
+            MOE_DIST_STORE=str(store),
+        )
+    )
+
+
+def passed(run: Run) -> Run:
+    assert run.code == 0, run.log[-6000:]
+    return run
+
+
+def tokens(run: Run, index: int = 0) -> Any:
+    return run.engines[index]["tokens"]
+
+
+def executed(engine: dict[str, Any]) -> list[int]:
+    """Calls of our experts while it generated, one number a process that made any."""
+    return [calls - engine["before"].get(pid, 0) for pid, calls in engine["after"].items() if calls > engine["before"].get(pid, 0)]
+
+
+def summaries(log: str) -> list[tuple[str, int]]:
+    """(epoch digest, candidates timed) of each rank and start, in order."""
+    return [(digest, int(timed)) for digest, timed in re.findall(r"serve epoch \d+ \((\w+)\) of .*; (\d+) candidates timed", log)]
+
+
+# 4 prompts and a longer one: prefill, then every decode step, in each of the layers. Chunked prefill may add a step.
+LEAST_CALLS = vllm_tiny.LAYERS * NEW_TOKENS
+
+
+def test_one_rank_gives_the_stock_tokens_with_our_experts(one_rank: Run) -> None:
+    assert tokens(one_rank, 2) == tokens(one_rank, 0)
+    assert tokens(one_rank, 3) == tokens(one_rank, 0)
+    assert not executed(one_rank.engines[0])  # the stock engine runs none of ours: the count can be 0
+    assert [calls >= LEAST_CALLS for calls in executed(one_rank.engines[2])] == [True]
+    assert len({str(row) for row in tokens(one_rank, 0)}) > 1  # a model whose tokens are all alike would prove nothing
+
+
+def test_block_fp8_gives_the_tokens_of_its_dequantised_copy(one_rank: Run) -> None:
+    assert tokens(one_rank, 4) == tokens(one_rank, 1)
+    assert tokens(one_rank, 1) != tokens(one_rank, 0)  # quantising changed the model: the copy is an oracle of its own
+    assert [calls >= LEAST_CALLS for calls in executed(one_rank.engines[4])] == [True]
+    assert "fp8 by block" in one_rank.log
+
+
+def test_second_start_measures_nothing(one_rank: Run) -> None:
+    (cold, timed), (warm, timed_again), _ = summaries(one_rank.log)
+    assert timed > 0
+    assert timed_again == 0
+    assert cold == warm
+
+
+def test_one_line_says_what_serves_each_bucket_and_where_it_came_from(one_rank: Run) -> None:
+    lines = re.findall(
+        r"\] (2 x \(8 experts top-2, hidden 128, intermediate 64, fp32, tp 1 ep 1\), first model\.layers\.0\..*)", one_rank.log
+    )
+    assert len(lines) == 2  # one distinct shape, two starts
+    assert "[tuned now]" in lines[0]
+    assert "[store]" not in lines[0]
+    assert "[tuned now]" not in lines[1]
+    # 64 tokens a step at most: every power of two up to it, some of them merged where one tactic serves neighbours.
+    assert re.search(r"eager 1(-\d+)?: ", lines[0])
+    assert re.search(r"[ -]64: ", lines[0])
+
+
+def test_compiled_engine_gives_the_same_tokens(drive: Drive, models: dict[str, Path], store: Path, one_rank: Run) -> None:
+    run = passed(drive({"model": models["plain"], "backend": "moe_dist", "enforce_eager": False}, MOE_DIST_STORE=str(store)))
+    assert tokens(run) == tokens(one_rank)
+    assert [calls >= LEAST_CALLS for calls in executed(run.engines[0])] == [True]
+    assert summaries(run.log)[0][1] == 0  # the same layer, so the store of the eager engine serves it
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_two_ranks_give_the_tokens_of_one_and_serve_one_epoch(
+    expert_parallel: bool, drive: Drive, models: dict[str, Path], store: Path, one_rank: Run
+) -> None:
+    engine = {"model": models["plain"], "backend": "moe_dist", "tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}
+    run = passed(drive(engine, MOE_DIST_STORE=str(store)))
+    assert tokens(run) == tokens(one_rank)
+    assert [calls >= LEAST_CALLS for calls in executed(run.engines[0])] == [True, True]
+    (epoch, timed), (other_epoch, other_timed) = summaries(run.log)
+    assert epoch == other_epoch
+    assert timed == other_timed > 0  # cut or shared out, it is another problem than one rank's
+    assert f"tp {1 if expert_parallel else 2} ep {2 if expert_parallel else 1}" in run.log
+
+
+def test_server_answers_completions(models: dict[str, Path], store: Path, one_rank: Run, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log, witness = tmp_path / "log.txt", tmp_path / "witness"
+    command = [
+        Path(sys.executable).parent / "vllm", "serve", models["plain"], "--moe-backend=moe_dist", "--served-model-name=tiny", "--dtype=float32",
+        "--enforce-eager", "--max-model-len=128", "--max-num-batched-tokens=64", "--max-num-seqs=8", f"--port={port}", "--host=127.0.0.1",
+    ]  # fmt: skip
+    with log.open("w") as stream:
+        server = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
+            env=environment(witness, MOE_DIST_STORE=str(store), VLLM_ENABLE_V1_MULTIPROCESSING="1"),
+        )  # fmt: skip
+        try:
+            deadline = time.monotonic() + 240
+            while not _get(f"http://127.0.0.1:{port}/health"):
+                assert server.poll() is None, log.read_text()[-6000:]
+                assert time.monotonic() < deadline, log.read_text()[-6000:]
+                time.sleep(0.5)
+            before = sum(len(path.read_text().split()) for path in witness.iterdir())
+            asked = {
+                "model": "tiny",
+                "prompt": PROMPTS[0],
+                "max_tokens": NEW_TOKENS,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                said = json.load(answer)
+            after = sum(len(path.read_text().split()) for path in witness.iterdir())
+        finally:
+            end_session(server)
+    assert said["choices"][0]["token_ids"] == tokens(one_rank)[0]
+    assert after - before >= LEAST_CALLS
+
+
+def _get(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        # Its peer is told why, at once, and its own error ends start-up too.
+        ("1:raise", r"RankWithdrawn: rank 1 left the pass: RuntimeError: a fault made by the test"),
+        # It says nothing: either vLLM sees the process end, or its peer the silence, a tenth of the start-up timeout.
+        ("1:exit", r"RankLost: rank 1 lost in pass 1|RendezvousLost|died unexpectedly"),
+    ],
+)
+def test_a_rank_that_fails_in_tuning_ends_start_up_with_the_reason(fault: str, reason: str, drive: Drive, models: dict[str, Path]) -> None:
+    engine = {"model": models["plain"], "backend": "moe_dist", "tensor_parallel_size": 2}
+    run = drive(engine, deadline=150, MOE_DIST_STORE="memory:", WITNESS_FAULT=fault, VLLM_ENGINE_READY_TIMEOUT_S="100")
+    assert run.code not in (0, -1), run.log[-6000:]
+    assert re.search(reason, run.log), run.log[-6000:]
+
+
+def test_flag_is_in_the_help_of_every_command(tmp_path: Path) -> None:
+    commands = [["serve"], ["bench", "throughput"], ["run-batch"]]
+    vllm, env = Path(sys.executable).parent / "vllm", environment(tmp_path / "witness")
+    started = [subprocess.Popen([vllm, *command, "--help=moe-backend"], stdout=subprocess.PIPE, text=True, env=env) for command in commands]
+    for command, process in zip(commands, started, strict=True):
+        said, _ = process.communicate(timeout=150)
+        assert re.search(r"--moe-backend.*\{.*moe_dist.*\}", said, re.DOTALL), (command, said[-2000:])
+        assert "Use the fastest kernel for each batch size" in said, (command, said[-2000:])

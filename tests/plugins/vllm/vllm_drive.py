@@ -1,0 +1,45 @@
+"""Runs real vLLM engines one after the other in this process and writes down what they generated and what our experts executed.
+
+`python drive.py SPEC OUT`: both JSON. SPEC: a list of {"model", "backend", and keywords of vllm.LLM}; OUT: a list of
+{"tokens", "before", "after"}, the latter the calls that each process had witnessed when generating began and ended.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+PROMPTS = [[1 + i, 2, 3, 4, 5, 7 * i + 3] for i in range(4)] + [list(range(20, 60))]
+NEW_TOKENS = 12
+
+
+def witnessed() -> dict[str, int]:
+    return {path.name: len(path.read_text().split()) for path in Path(os.environ["WITNESS_DIR"]).iterdir()}
+
+
+def main(spec: list[dict[str, object]]) -> list[dict[str, object]]:
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    results = []
+    for engine in spec:
+        keywords: dict[str, object] = {
+            "enforce_eager": True, "dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 64, "max_num_seqs": 8, "seed": 0,
+            "skip_tokenizer_init": True, **engine,
+        }  # fmt: skip
+        llm = LLM(moe_backend=keywords.pop("backend"), **keywords)
+        before = witnessed()
+        sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, detokenize=False, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+        results.append({"tokens": [list(out.outputs[0].token_ids) for out in outputs], "before": before, "after": witnessed()})
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+    return results
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))
