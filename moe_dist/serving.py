@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from moe_dist.backends.base import Backend, MoEProblem
-from moe_dist.config import MoEConfig
+from moe_dist.backends.reference import ReferenceBackend
+from moe_dist.backends.registry import find_backends
+from moe_dist.config import BackendOptions, MoEConfig
 from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT
 from moe_dist.layer import MoELayer
 from moe_dist.operation import MoEOperation
@@ -97,13 +99,14 @@ class ServedModel:
         self._layers: list[_Served] = []
 
     def add(self, name: str, config: MoEConfig, weights: MoEWeightPack, extra_backends: Iterable[Backend] = ()) -> MoELayer:
-        """A layer to call with `weights`; it runs the defaults until the model is tuned. extra_backends: the framework's own, for this layer.
+        """A layer to call with `weights`; it runs the defaults until the model is tuned. extra_backends: the framework's own, for this layer;
+        the first of them that can run it is the default.
 
         name: replaces the layer of that name, whose weights were reloaded. InputError: the weights don't fit the config.
         UnsupportedBackend: no backend can run this layer; carries every one's reason.
         """
         extra = tuple(extra_backends)
-        served = _Served(name, MoELayer(extra_backends=extra, **config), weights, extra)
+        served = _Served(name, untuned_layer(config, weights.w13.device, extra), weights, extra)
         _bind(served)
         self._layers = [other for other in self._layers if other.name != name]
         self._layers.append(served)
@@ -126,8 +129,9 @@ class ServedModel:
                 progress_timeout=limits.progress_timeout, cap=limits.cap, on_progress=_progress_line(),
             ) as tuner:  # fmt: skip
                 for served in self._layers:
-                    problem = MoEProblem.of(served.layer.config, routed=True)
-                    tuner.record(MoEOperation(problem, served.weights, served.weights.w13.device, extra_backends=served.extra_backends))
+                    config = served.layer.config
+                    problem, device = MoEProblem.of(config, routed=True), served.weights.w13.device
+                    tuner.record(MoEOperation(problem, served.weights, device, config.options, served.extra_backends))
                 for policy, buckets in passes:
                     measured += tuner.run_pass(buckets, policy=policy, measure=settings.tune == "tune").measured
             self.epoch = tuner.epoch
@@ -153,6 +157,14 @@ class ServedModel:
         for served in self._layers:
             distinct.setdefault(digest(MoEProblem.of(served.layer.config, routed=True).key()), []).append(served)
         return [_describe(alike, counts, self.epoch) for alike in distinct.values()]
+
+
+def untuned_layer(config: MoEConfig, device: torch.device, extra_backends: Sequence[Backend] = ()) -> MoELayer:
+    """A layer for routed calls whose default is the first of `extra_backends` that can run it, then ours by priority."""
+    if extra_backends and config.backends is None:
+        ours = [option for option in find_backends(config, device) if option.name != ReferenceBackend.name]
+        config = dataclasses.replace(config, backends=BackendOptions((*(backend.config_type() for backend in extra_backends), *ours)))
+    return MoELayer(extra_backends=extra_backends, **config)
 
 
 def _passes(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -16,7 +16,8 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 import moe_dist as md
-from moe_dist.serving import ServedModel
+from moe_dist.serving import ServedModel, untuned_layer
+from moe_dist_vllm.native import VllmBackend
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FP8 = torch.float8_e4m3fn
@@ -30,7 +31,16 @@ _EXPERTS: weakref.WeakValueDictionary[int, MoEDistExperts] = weakref.WeakValueDi
 
 
 class MoEDistExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
-    """The experts of one layer. Runs the defaults on its own until `serve` gives it a place in a tuned model."""
+    """The experts of one layer. Runs the defaults on its own until `serve` gives it a place in a tuned model.
+
+    natives: vLLM's own classes for this kind of layer that may run beside ours; set by `with_natives`, on a class of its own.
+    """
+
+    natives: ClassVar[tuple[type, ...]] = ()
+
+    @classmethod
+    def with_natives(cls, natives: Sequence[type]) -> type[MoEDistExperts]:
+        return type(cls.__name__, (cls,), {"natives": tuple(natives)}) if natives else cls
 
     def __init__(self, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None, num_dispatchers: int | None = None) -> None:
         super().__init__(moe_config, quant_config)
@@ -153,9 +163,9 @@ class MoEDistExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         self._weights = self._pack(w1, w2, expert_map)
         self._layer = model.add(name, self.config(w1, max_num_tokens), self._weights, self.native())
 
-    def native(self) -> Iterable[md.Backend]:
+    def native(self) -> tuple[md.Backend, ...]:
         """vLLM's own experts for this layer, where they can share its weights."""
-        return ()
+        return (VllmBackend(self.natives, self.moe_config, self.quant_config),) if self.natives else ()
 
     # -- vLLM's words in ours ------------------------------------------------------------------------------------------------
 
@@ -178,7 +188,7 @@ class MoEDistExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     def _bind(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None) -> md.MoEWeightPack:
         self._weights = self._pack(w1, w2, expert_map)
         if self._layer is None:
-            self._layer = md.MoELayer(extra_backends=tuple(self.native()), **self.config(w1, self.moe_config.max_num_tokens))
+            self._layer = untuned_layer(self.config(w1, self.moe_config.max_num_tokens), w1.device, self.native())
         return self._weights
 
     def _pack(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None) -> md.MoEWeightPack:

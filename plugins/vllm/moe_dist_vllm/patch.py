@@ -138,7 +138,8 @@ class LayoutAlias:
 
 
 def _patch_oracle(form: str, enum: str, oracle: ModuleType) -> None:
-    alias = LayoutAlias(getattr(oracle, enum).TRITON)
+    backends = getattr(oracle, enum)
+    alias = LayoutAlias(backends.TRITON)
     mapped, classes = f"map_{form}_backend", oracle.backend_to_kernel_cls
     map_backend = getattr(oracle, mapped)
 
@@ -154,7 +155,7 @@ def _patch_oracle(form: str, enum: str, oracle: ModuleType) -> None:
 
     _replace(oracle, mapped, map_ours)
     _replace(oracle, "backend_to_kernel_cls", classes_of_ours)
-    _wrap_select(oracle, f"select_{form}_moe_backend", lambda config: _lora_reason(config))
+    _wrap_select(oracle, f"select_{form}_moe_backend", _lora_reason, backends)
 
 
 def _refuse_format(form: str, selects: Sequence[str], oracle: ModuleType) -> None:
@@ -167,8 +168,11 @@ def _lora_reason(config: Any) -> str | None:
     return "it does not run LoRA adapters" if config.is_lora_enabled else None
 
 
-def _wrap_select(oracle: ModuleType, name: str, why_not: Callable[[Any], str | None]) -> None:
-    """Before vLLM selects for a layer that asks for us: say why not; after it refused us: the native choice, where that is allowed."""
+def _wrap_select(oracle: ModuleType, name: str, why_not: Callable[[Any], str | None], backends: Any = None) -> None:
+    """Before vLLM selects for a layer that asks for us: say why not; after it refused us: the native choice, where that is allowed.
+
+    backends: the oracle's enum, for vLLM's own experts beside ours.
+    """
     select = getattr(oracle, name)
 
     @functools.wraps(select)
@@ -180,12 +184,17 @@ def _wrap_select(oracle: ModuleType, name: str, why_not: Callable[[Any], str | N
         refused = ValueError(f"moe_backend='{NAME}' can't serve this layer: {reason}; choose another --moe-backend, or set {_NATIVE}")
         try:
             if reason is None:
-                return select(*args, **kwargs)
+                chosen, experts = select(*args, **kwargs)
+                if backends is None:
+                    return chosen, experts
+                from moe_dist_vllm.native import sharing
+
+                return chosen, experts.with_natives(sharing(oracle, backends, select, config, args, kwargs))
         except ValueError as error:
             refused = error
         if not unserved_is_native():
             raise refused
-        _say_once(f"moe_dist leaves layers to vLLM's own experts: {reason or refused}")
+        say_once(f"moe_dist leaves layers to vLLM's own experts: {reason or refused}")
         native = copy.copy(config)
         native.moe_backend = "auto"
         swap = {id(config): native}
@@ -210,7 +219,8 @@ def settings_of(vllm_config: Any) -> ServingSettings:
 
 
 @functools.cache
-def _say_once(line: str) -> None:
+def say_once(line: str) -> None:
+    """A warning that would be said for every layer alike."""
     log.warning("%s", line)
 
 

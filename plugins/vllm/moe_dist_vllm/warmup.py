@@ -16,6 +16,7 @@ from vllm.distributed import parallel_state
 
 from moe_dist.serving import ServedModel, TokenCounts
 from moe_dist_vllm.experts import MoEDistExperts
+from moe_dist_vllm.native import versions
 from moe_dist_vllm.patch import settings_of
 
 log = logging.getLogger("moe_dist.vllm")
@@ -26,7 +27,7 @@ def tune(worker: Any) -> ServedModel:
     config = worker.vllm_config
     settings = settings_of(config)
     counts = token_counts(config)
-    model = ServedModel(settings, deployment=deployment(config), versions={})
+    model = ServedModel(settings, deployment=deployment(config), versions=versions())
     others = []
     for name, module in moe_layers(worker):
         experts = getattr(getattr(module.quant_method, "moe_kernel", None), "fused_experts", None)

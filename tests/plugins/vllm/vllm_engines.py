@@ -43,7 +43,7 @@ Drive = Callable[..., Run]
 def driver(new_folder: Callable[[], Path]) -> Drive:
     """`drive(*engines, deadline=seconds, **environment)`: the engines one after the other in one process, see `vllm_drive.py`."""
 
-    def run(*engines: dict[str, object], deadline: float = 300, **extra: str) -> Run:
+    def run(*engines: dict[str, object], deadline: float = 900, **extra: str) -> Run:
         folder = new_folder()
         spec, out, log = folder / "spec.json", folder / "out.json", folder / "log.txt"
         spec.write_text(json.dumps([{name: str(v) if isinstance(v, Path) else v for name, v in engine.items()} for engine in engines]))

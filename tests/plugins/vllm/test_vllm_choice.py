@@ -1,0 +1,138 @@
+"""What vLLM answers for a layer that moe_dist does not serve: our reason in vLLM's own error, or its own experts where that is set."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugins() -> None:
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The vLLM config that a worker would have set; indirect parameter: --additional-config's "moe_dist"."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    monkeypatch.delenv("MOE_DIST_UNSERVED", raising=False)
+    with set_current_vllm_config(VllmConfig(additional_config={"moe_dist": getattr(request, "param", {})})):
+        yield
+
+
+def layer(*, parallel: dict[str, Any] | None = None, **changes: Any) -> Any:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+
+    alone = FusedMoEParallelConfig.make_no_parallel()
+    fields: dict[str, Any] = {
+        "num_experts": 8, "experts_per_token": 2, "hidden_dim": 128, "intermediate_size": 64, "num_local_experts": 8, "num_logical_experts": 8,
+        "activation": MoEActivation.SILU, "device": torch.device("cpu"), "routing_method": RoutingMethodType.Default, "in_dtype": torch.bfloat16,
+        "moe_parallel_config": dataclasses.replace(alone, **(parallel or {})), "moe_backend": "moe_dist",
+    }  # fmt: skip
+    return FusedMoEConfig(**(fields | changes))
+
+
+def select(config: Any) -> Any:
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    return unquantized.select_unquantized_moe_backend(config)
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_layer_that_we_serve_gets_ours_in_the_checkpoint_s_layout() -> None:
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    backend, experts = select(layer())
+    assert experts.__name__ == "MoEDistExperts"
+    assert backend == UnquantizedMoeBackend.TRITON
+    assert backend in [UnquantizedMoeBackend.TRITON]
+    assert backend != UnquantizedMoeBackend.CPU
+    assert backend.value == "moe_dist"
+
+
+@pytest.mark.usefixtures("engine")
+def test_other_choices_stay_vllm_s_own() -> None:
+    _, experts = select(layer(moe_backend="auto"))
+    assert experts.__name__.endswith("CPUUnquantizedExperts")
+    with pytest.raises(ValueError, match="moe_backend='marlin' is not supported for unquantized MoE"):
+        select(layer(moe_backend="marlin"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"is_lora_enabled": True},
+            "moe_backend='moe_dist' can't serve this layer: it does not run LoRA adapters; choose another --moe-backend",
+        ),
+        ({"parallel": {"enable_eplb": True}}, "keeps each expert where it was loaded, so it can't run with EPLB"),
+        # An all-to-all that hands over rows of its own layout; only with data parallelism does vLLM use one.
+        (
+            {"parallel": {"use_ep": True, "ep_size": 2, "dp_size": 2, "all2all_backend": "deepep_high_throughput"}},
+            "does not take the rows of --all2all-backend deepep_high_throughput; choose allgather_reducescatter",
+        ),
+        ({"activation": "SWIGLUOAI"}, "has no activation 'swigluoai'"),  # gate and up rows interleaved
+        ({"in_dtype": torch.float64}, "runs bf16, fp16, fp32, not torch.float64"),
+        ({"has_bias": True, "parallel": {"tp_size": 2}}, "can't share out an expert's bias over TP ranks"),
+    ],
+    ids=["lora", "eplb", "deepep", "activation", "dtype", "bias"],
+)
+@pytest.mark.usefixtures("engine")
+def test_what_we_do_not_serve_is_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    if "activation" in changes:
+        changes = changes | {"activation": MoEActivation[changes["activation"]]}
+    with pytest.raises(ValueError, match=reason):
+        select(layer(**changes))
+
+
+@pytest.mark.usefixtures("engine")
+def test_static_activation_scales_are_refused() -> None:
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import select_fp8_moe_backend
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTensorSym, kFp8StaticTensorSym
+
+    _, experts = select_fp8_moe_backend(config=layer(), weight_key=kFp8StaticTensorSym, activation_key=kFp8DynamicTensorSym)
+    assert experts.__name__ == "MoEDistExperts"
+    with pytest.raises(ValueError, match="it can't use a checkpoint's static activation scales"):
+        select_fp8_moe_backend(config=layer(), weight_key=kFp8StaticTensorSym, activation_key=kFp8StaticTensorSym)
+
+
+@pytest.mark.usefixtures("engine")
+def test_formats_without_experts_of_ours_are_refused_by_name() -> None:
+    from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import select_mxfp4_moe_backend
+
+    with pytest.raises(ValueError, match="moe_backend='moe_dist' can't serve this layer: it has no experts for mxfp4 weights"):
+        select_mxfp4_moe_backend(layer())
+
+
+@pytest.mark.parametrize("engine", [{"unserved": "native"}], indirect=True)
+@pytest.mark.usefixtures("engine")
+def test_an_explicit_setting_gives_such_a_layer_vllm_s_own_experts(caplog: pytest.LogCaptureFixture) -> None:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    config = layer(activation=MoEActivation.SWIGLUOAI)
+    _, experts = select(config)
+    assert experts.__name__.endswith("CPUUnquantizedExperts")
+    assert config.moe_backend == "moe_dist"  # the request is not rewritten
+    _, experts = select(layer())
+    assert experts.__name__ == "MoEDistExperts"  # the setting leaves the layers that we serve to us
+
+
+@pytest.mark.parametrize("engine", [{"unservd": "native"}], indirect=True)
+@pytest.mark.usefixtures("engine")
+def test_a_wrong_name_in_the_engine_s_config_is_named() -> None:
+    import moe_dist as md
+
+    with pytest.raises(md.ConfigError, match="moe_dist has no setting 'unservd'"):
+        select(layer(is_lora_enabled=True))

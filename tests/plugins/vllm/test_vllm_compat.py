@@ -1,0 +1,92 @@
+"""A vLLM whose internals moved is named with the symbol, and left as it was."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from moe_dist_vllm.compat import NEEDS, Need, problems
+from vllm_engines import environment
+
+
+def tree(root: Path, needs: tuple[Need, ...] = NEEDS) -> Path:
+    """Source files that have just what is needed."""
+    modules: dict[str, dict[str, list[str]]] = {}
+    for need in needs:
+        owner, _, member = need.symbol.rpartition(".")
+        parameters = ", ".join(need.parameters)
+        line = f"def {member}({parameters}): ..." if need.parameters else f"{member} = None"
+        modules.setdefault(need.module, {}).setdefault(owner, []).append(line)
+    for module, owners in modules.items():
+        path = root.joinpath(*module.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = []
+        for owner, members in owners.items():
+            lines += [f"class {owner}:", *(f"    {line}" for line in members)] if owner else members
+        path.write_text("\n".join(lines))
+    return root
+
+
+def test_a_tree_that_has_everything_fits(tmp_path: Path) -> None:
+    assert problems(tree(tmp_path)) == []
+
+
+@pytest.mark.parametrize("missing", NEEDS, ids=lambda need: need.symbol)
+def test_each_symbol_is_missed_by_name(missing: Need, tmp_path: Path) -> None:
+    (said,) = problems(tree(tmp_path, tuple(need for need in NEEDS if need != missing))) or [""]
+    assert said.startswith(f"vllm.{missing.module}.{missing.symbol}: there is no")
+
+
+def test_changed_parameters_are_shown(tmp_path: Path) -> None:
+    changed = tuple(
+        Need(need.module, need.symbol, ("self", "M", "K")) if need.symbol.endswith("workspace_shapes") else need for need in NEEDS
+    )
+    (said,) = problems(tree(tmp_path, changed))
+    assert "FusedMoEExpertsModular.workspace_shapes: it takes (self, M, K), not (self, M, N, K, topk" in said
+
+
+def test_names_are_found_in_branches(tmp_path: Path) -> None:
+    # vLLM defines some names under `if TYPE_CHECKING` or in a `try`.
+    path = tmp_path / "envs.py"
+    tree(tmp_path)
+    path.write_text("try:\n    pass\nexcept ImportError:\n    pass\nif True:\n    VLLM_ENGINE_READY_TIMEOUT_S: int = 600\n")
+    assert problems(tmp_path) == []
+
+
+@pytest.mark.engine
+def test_the_installed_vllm_fits() -> None:
+    import vllm
+
+    assert problems(Path(vllm.__path__[0])) == []
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(200)
+def test_a_moved_vllm_gets_one_error_and_no_patch(tmp_path: Path) -> None:
+    """The installed vLLM with one function renamed, as a later release might: links to every other file."""
+    import vllm
+
+    real, root = Path(vllm.__path__[0]), tmp_path / "moved/vllm"
+    moved = Path("model_executor/layers/fused_moe/oracle/fp8.py")
+    for depth in range(len(moved.parts)):
+        folder = Path(*moved.parts[:depth])
+        (root / folder).mkdir(parents=True)
+        for entry in (real / folder).iterdir():
+            if entry.name != moved.parts[depth] and entry.name != "__pycache__":
+                (root / folder / entry.name).symlink_to(entry)
+    (root / moved).write_text((real / moved).read_text().replace("map_fp8_backend", "map_to_fp8_backend"))
+    env = environment(tmp_path / "witness")
+    env["PYTHONPATH"] = f"{tmp_path / 'moved'}:{env['PYTHONPATH']}"
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "nothing", "--moe-backend=moe_dist"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=env)
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    (line,) = re.findall(r"moe_dist \S+ does not fit vLLM .*", said)
+    assert (
+        f"does not fit vLLM {vllm.__version__}: vllm.model_executor.layers.fused_moe.oracle.fp8.map_fp8_backend: there is no such name. "
+        in line
+    )
+    assert "invalid choice: 'moe_dist'" in said
