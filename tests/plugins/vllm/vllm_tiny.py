@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 LAYERS, HIDDEN, EXPERTS, TOP_K, INTERMEDIATE, VOCAB = 2, 128, 8, 2, 64, 512
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
@@ -73,6 +72,8 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def save(folder: Path, tensors: dict[str, torch.Tensor], **config: object) -> Path:
+    from safetensors.torch import save_file  # comes with vLLM, and only there is this called
+
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
