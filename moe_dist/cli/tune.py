@@ -25,6 +25,7 @@ from moe_dist.backends.registry import usable_backends
 from moe_dist.cli.tune_report import Progress, TuneResult, count_diverged, print_summary, write_json
 from moe_dist.config import DTYPES
 from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT
+from moe_dist.distributed.layout import Layout, Place
 from moe_dist.errors import ConfigError, GroupError
 from moe_dist.interop.hf_config import QUANT_NAMES, ModelShape, read_model
 from moe_dist.operation import MoEOperation, make_random_weights
@@ -43,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a known name, a Hugging Face repo id, a config.json or the folder that holds one")
     parser.add_argument("--tp", type=_positive, default=1, help="ranks that cut every expert (default 1)")
     parser.add_argument("--ep", type=_positive, default=1, help="ranks that share out the experts (default 1)")
+    parser.add_argument("--pp", type=_positive, default=1, help="pipeline stages, each a group that tunes apart (default 1)")
+    parser.add_argument(
+        "--dp", type=_positive, default=1, help="replicas, each a group that tunes apart (default 1); EP that spans DP is a larger --ep"
+    )
     parser.add_argument("--allow-uneven", action="store_true", help="let the first ranks hold one expert more")
     parser.add_argument("--dtype", choices=DTYPES, help="of activations (default: the checkpoint's)")
     parser.add_argument("--quant", choices=tuple(QUANT_NAMES), help="weight format (default: the checkpoint's)")
@@ -102,15 +107,11 @@ class TuneJob:
     policy: MeasurementPolicy
     device: torch.device
     store: Store
+    layout: Layout
 
     @property
-    def ep_rank(self) -> int:
-        return self.ranks.rank // int(self.arguments.tp)
-
-    @property
-    def tp_rank(self) -> int:
-        """Neighbouring ranks cut the same experts."""
-        return self.ranks.rank % int(self.arguments.tp)
+    def place(self) -> Place:
+        return self.layout.place(self.ranks.rank)
 
 
 def plan_job(arguments: argparse.Namespace, ranks: RankSettings) -> TuneJob:
@@ -127,11 +128,11 @@ def plan_job(arguments: argparse.Namespace, ranks: RankSettings) -> TuneJob:
         routed=arguments.routed,
         tune_max_num_tokens=ladder.max_num_tokens,
     )
-    needed = arguments.tp * arguments.ep
-    if ranks.world_size != needed:
+    layout = Layout(tp=arguments.tp, ep=arguments.ep, pp=arguments.pp, dp=arguments.dp)
+    if ranks.world_size != layout.world_size:
         raise ConfigError(
-            f"--tp {arguments.tp} x --ep {arguments.ep} needs {needed} ranks, but {ranks.world_size} "
-            f"{'were' if ranks.world_size > 1 else 'was'} started; use torchrun --nproc-per-node {needed} -m moe_dist.tune"
+            f"{layout} needs {layout.world_size} ranks, but {ranks.world_size} {'were' if ranks.world_size > 1 else 'was'} started; "
+            f"use torchrun --nproc-per-node {layout.world_size} -m moe_dist.tune"
         )
     policy = MeasurementPolicy(arguments.policy)
     policy.modes(arguments.device)
@@ -139,7 +140,7 @@ def plan_job(arguments: argparse.Namespace, ranks: RankSettings) -> TuneJob:
         raise ConfigError(f"--json {str(arguments.json)!r} is a folder; name a file")
     problem = MoEProblem.of(config, routed=arguments.routed)
     device = _device(arguments.device, ranks)
-    usable_backends(problem, device, config.options)
+    next(usable_backends(problem, device, config.options))  # raises where there is none
     return TuneJob(
         arguments=arguments,
         ranks=ranks,
@@ -149,6 +150,7 @@ def plan_job(arguments: argparse.Namespace, ranks: RankSettings) -> TuneJob:
         policy=policy,
         device=device,
         store=open_store(("read-only:" if arguments.no_write else "") + (arguments.store or default_store())),
+        layout=layout,
     )
 
 
@@ -220,7 +222,7 @@ def _signals() -> Iterator[_Interrupts]:
 def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
     """All passes, in order of token count. What ends them early is in the result; what was committed until then stays."""
     arguments, buckets = job.arguments, job.ladder.buckets()
-    result = TuneResult(ranks=job.ranks.world_size, store=job.store.url, passes=len(buckets))
+    result = TuneResult(ranks=len(job.place.group), store=job.store.url, passes=len(buckets))
     started = time.monotonic()
     progress = Progress(len(buckets) * len(job.policy.modes(job.device.type)), shown=job.ranks.rank == 0 and sys.stderr.isatty())
 
@@ -241,14 +243,14 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
                 ladder=job.ladder,
                 probe=ProbeSpec(routing=arguments.routing, seed=arguments.seed),
                 budget=arguments.budget and arguments.budget / len(buckets),
-                deployment=arguments.deployment,
+                deployment=arguments.deployment if job.layout.pp == 1 else f"{arguments.deployment}/stage-{job.place.stage}",
                 device=job.device,
                 progress_timeout=arguments.progress_timeout,
                 cap=arguments.cap,
                 on_progress=on_progress,
             ) as tuner,
         ):
-            weights = make_random_weights(job.problem, job.ep_rank, job.tp_rank, job.device, arguments.seed)
+            weights = make_random_weights(job.problem, job.place.ep_rank, job.place.tp_rank, job.device, arguments.seed)
             tuner.record(MoEOperation(job.problem, weights, job.device, job.problem.config.options))
             tuner.reload()  # what this deployment has tuned before stays in its table
             for bucket in buckets:
@@ -275,11 +277,18 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
 
 
 def _process_group(job: TuneJob) -> dist.ProcessGroup | None:
-    """All ranks of the launcher; None: this process is alone. A GPU group has its CPU side too."""
+    """The ranks that run in step with this one; None: it is alone. Other stages and replicas are other groups, and nobody waits for them."""
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)
     if job.ranks.world_size == 1:
         return None
     backend = "gloo" if job.device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=job.arguments.cap)
-    return dist.group.WORLD
+    ranks = job.place.group
+    if len(ranks) == job.ranks.world_size:
+        return dist.group.WORLD
+    if len(ranks) == 1:
+        return None
+    # Made by its members alone: another stage may be long from here.
+    group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return group

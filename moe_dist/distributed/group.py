@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from moe_dist.errors import ConfigError, GroupError, PassAborted, RankLost, RankWithdrawn, RendezvousLost, SettingsDiffer, TunerStateError
+from moe_dist.tuning.problem import digest
 
 T = TypeVar("T")
 
@@ -135,7 +136,7 @@ class RankGroup:
         if me not in ranks:
             raise TunerStateError(f"rank {me} is not in the group of ranks {ranks}; pass the group that this rank belongs to")
         store = _store_of(group)
-        scope = f"moe_dist/{run}/{restart}/{'-'.join(map(str, ranks)) if len(ranks) <= 64 else f'{ranks[0]}-{ranks[-1]}x{len(ranks)}'}"
+        scope = f"moe_dist/{run}/{restart}/{digest(ranks)[:16]}"
         base = store
         while isinstance(base, PrefixStore):
             base = base.underlying_store

@@ -120,9 +120,19 @@ def test_buckets(text: str, bounds: tuple[int, ...]) -> None:
     assert plan_job(parsed("--model", "olmoe-1b-7b", "--buckets", text), RankSettings()).ladder.bounds == bounds
 
 
+def test_a_stage_and_a_replica_are_groups_of_their_own() -> None:
+    asked = parsed("--model", "olmoe-1b-7b", "--ep", "2", "--pp", "2", "--dp", "2")
+    assert plan_job(asked, RankSettings(rank=5, world_size=8)).place.group == (4, 5)
+    with pytest.raises(
+        ConfigError, match=r"--tp 1 x --ep 2 x --pp 2 x --dp 2 needs 8 ranks, but 2 were started; use torchrun --nproc-per-node 8"
+    ):
+        plan_job(asked, RankSettings(world_size=2))
+
+
 def test_ranks_that_cut_an_expert_are_neighbours() -> None:
     jobs = [
-        plan_job(parsed("--model", "olmoe-1b-7b", "--tp", "2", "--ep", "2"), RankSettings(rank=rank, world_size=4)) for rank in range(4)
+        plan_job(parsed("--model", "olmoe-1b-7b", "--tp", "2", "--ep", "2"), RankSettings(rank=rank, world_size=4)).place
+        for rank in range(4)
     ]
     assert [(job.ep_rank, job.tp_rank) for job in jobs] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
@@ -320,6 +330,19 @@ def test_survivor_of_a_killed_rank_ends_and_names_it(model: str, tmp_path: Path)
     assert "moe-dist: rank 1 lost in pass" in complained
     assert "no progress for 3 s" in complained
     assert "buckets were committed and stay" in said
+
+
+def test_a_pipeline_stage_waits_for_no_other(model: str, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    arguments = ["--model", model, "--ep", "2", "--pp", "2", "--buckets", "1,2,3,4,5,6", "--store", str(store), "--progress-timeout", "3"]
+    with started(arguments, size=4) as ranks:
+        until(lambda: committed(store), ranks, "the first commit")
+        ranks[3].kill()
+        said, _ = ranks[0].communicate(timeout=DEADLINE_S)
+        assert ranks[0].returncode == 0, "the stage of ranks 0 and 1 goes on without rank 3"
+        assert "no keys differ between 2 ranks" in said
+        ranks[2].communicate(timeout=DEADLINE_S)
+        assert ranks[2].returncode in (0, 1), "its own stage ends too, lost or done before"
 
 
 def test_progress_is_shown_on_the_terminal_of_rank_0_alone(model: str, tmp_path: Path) -> None:
