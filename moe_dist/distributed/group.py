@@ -282,7 +282,7 @@ class RankGroup:
     def _await(self, keys: list[str], step: str, name: str | None) -> None:
         """Until all `keys` are there. Raises what the verdict says, or decides that ranks are lost."""
         seen: dict[int, tuple[bytes, float]] = {}
-        started = looked = time.monotonic()
+        looked = time.monotonic()
         pause = _POLL_S
         while not self._ask(lambda: self._store.check(keys)):
             time.sleep(pause)
@@ -298,23 +298,26 @@ class RankGroup:
                 self._open = False
                 self._die_of(self._read_verdict())
             missing = self._missing(name)
-            stale = [rank for rank in missing if now - self._last_moved(rank, seen, started) > self._progress_timeout]
-            if stale or now - self._pass_start > self._cap:
+            stale = [rank for rank in missing if now - self._last_moved(rank, seen) > self._progress_timeout]
+            if missing and (stale or now - self._pass_start > self._cap):
                 self._lose(stale or missing, step, over_cap=not stale)
 
     def _missing(self, name: str | None) -> list[int]:
-        """Who keeps this step from ending: ranks without a word; if all have spoken, the leader that has not published."""
+        """Who keeps this step from ending: ranks without a word; if all have spoken, the leader that has not published; for it, nobody."""
         if name is None:
             return [0]
         silent = [rank for rank in range(self.size) if rank != self.rank and not self._present(self._key(f"{name}/{rank}"))]
-        return silent or [0]
+        return silent or [0] * (not self.is_leader)
 
-    def _last_moved(self, rank: int, seen: dict[int, tuple[bytes, float]], started: float) -> float:
-        """When this rank last saw `rank`'s progress counter change, by its own clock."""
+    def _last_moved(self, rank: int, seen: dict[int, tuple[bytes, float]]) -> float:
+        """When this rank last saw `rank`'s progress counter change, by its own clock; at first, when it first waited for `rank`.
+
+        The leader, for one, is waited for only once all have spoken, however long that took.
+        """
         key = f"{self._base}/progress/{rank}"
         count = self._get(key) if self._present(key) else b""
         if rank not in seen or seen[rank][0] != count:
-            seen[rank] = (count, time.monotonic() if rank in seen else started)
+            seen[rank] = (count, time.monotonic())
         return seen[rank][1]
 
     def _lose(self, ranks: list[int], step: str, *, over_cap: bool) -> None:

@@ -262,6 +262,48 @@ def test_a_rank_that_moves_is_waited_for_beyond_the_progress_timeout(make: Make)
         done.result(10)
 
 
+class _SlowToPublish:
+    """A leader's view of the rendezvous: what it publishes takes a while to get there."""
+
+    def __init__(self, store: Any, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+
+    def clone(self) -> _SlowToPublish:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: Any) -> None:
+        if key.endswith("/all"):
+            time.sleep(self._seconds)
+        self._store.set(key, value)
+
+
+def test_the_leader_is_not_blamed_for_the_time_that_another_rank_took(make: Make) -> None:
+    """Ranks 0 and 2 wait 3 s for rank 1, which works. Once it has spoken, the leader has its own 2 s to publish; it needs 1."""
+    store = HashStore()
+    (leader,) = make(1, _SlowToPublish(store, 1.0), of=3, progress=2.0)
+    others = make(2, store, of=3, first=1, progress=2.0)
+
+    def talk(rank: RankGroup) -> list[bytes]:
+        rank.begin_pass()
+        for _ in range(10 if rank.rank == 1 else 0):
+            time.sleep(0.3)
+            rank.progress()
+        return rank.exchange("agree", b"%d" % rank.rank)
+
+    assert results(together([leader, *others], talk)) == [[b"0", b"1", b"2"]] * 3
+
+
+def test_a_leader_whose_words_have_all_come_waits_for_nobody(make: Make) -> None:
+    leader, other = opened(make(2))
+    for rank in (leader, other):
+        rank._store.set(rank._key(f"000001-agree/{rank.rank}"), b"")
+    assert leader._missing("000001-agree") == []
+    assert other._missing("000001-agree") == [0]
+
+
 def test_the_cap_ends_a_wait_for_a_rank_that_moves_for_ever(make: Make) -> None:
     waiting, working = opened(make(2, progress=30.0, cap=1.0))
     stop = threading.Event()
