@@ -9,13 +9,13 @@ from moe_dist_kernels.experts import (
     DecodePlan,
     Experts,
     ExpertsShape,
+    Limits,
     Plan,
     RouterShape,
     SortedPlan,
     all_launches,
     is_interpreted,
     scratch,
-    shared_memory_limit,
 )
 from moe_dist_kernels.grouped import ProductTile
 
@@ -24,6 +24,7 @@ __all__ = [
     "DecodeTile",
     "Experts",
     "ExpertsShape",
+    "Limits",
     "Plan",
     "ProductTile",
     "RouterShape",
@@ -31,5 +32,4 @@ __all__ = [
     "all_launches",
     "is_interpreted",
     "scratch",
-    "shared_memory_limit",
 ]

@@ -19,8 +19,8 @@ import triton.language as tl
 
 from moe_dist_kernels.launch import INT, Launch
 
-CHUNK = 2048  # slots of one program of the large sort, and the most that the one-program sort takes in one piece
-ONE_PROGRAM_SLOTS = 8192  # up to here one program sorts everything in one launch
+CHUNK = 2048  # slots of one program of the large sort
+ONE_PROGRAM_SLOTS = 2048  # up to here one program sorts everything in one launch
 
 
 @triton.jit
@@ -93,14 +93,14 @@ def align_one_kernel(
 def align_count_kernel(
     ids_ptr,
     map_ptr,
-    cursor_ptr,
+    counts_ptr,
     num_slots,
     NUM_LOCAL: tl.constexpr,
     MAP_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """First of three: cursor[chunk, e] = slots of expert e in this program's chunk."""
+    """First of two: counts[chunk, e] = slots of expert e in this program's chunk."""
     PADDED: tl.constexpr = triton.next_power_of_2(NUM_LOCAL)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -110,67 +110,59 @@ def align_count_kernel(
     expert = tl.arange(0, PADDED)
     local = local_expert(ids_ptr, map_ptr, slot, slot < num_slots, NUM_LOCAL, MAP_SIZE)
     counts = tl.histogram(local, PADDED, mask=local >= 0)
-    tl.store(cursor_ptr + chunk.to(tl.int64) * NUM_LOCAL + expert, counts, mask=expert < NUM_LOCAL)
+    tl.store(counts_ptr + chunk.to(tl.int64) * NUM_LOCAL + expert, counts, mask=expert < NUM_LOCAL)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
-def align_scan_kernel(
+@triton.jit(do_not_specialize=["num_slots", "num_chunks"], do_not_specialize_on_alignment=["ids_ptr", "map_ptr"])
+def align_place_kernel(
+    ids_ptr,
+    map_ptr,
+    counts_ptr,
     cursor_ptr,
+    slots_ptr,
     tile_expert_ptr,
     tile_row_ptr,
     tile_rows_ptr,
     num_tiles_ptr,
+    num_slots,
     num_chunks,
     NUM_LOCAL: tl.constexpr,
+    MAP_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Second of three, one program: turns the counts into each chunk's first row of each expert, and writes the tiles."""
+    """Second of two: every chunk sums all counts for its own first rows, then puts its slots there; the first writes the tiles."""
     PADDED: tl.constexpr = triton.next_power_of_2(NUM_LOCAL)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    chunk = tl.program_id(0)
     expert = tl.arange(0, PADDED)
     row = tl.arange(0, ROWS)
     counts = tl.zeros([PADDED], dtype=tl.int32)
+    before = tl.zeros([PADDED], dtype=tl.int32)
     for at in range(0, num_chunks, ROWS):
         mask = (at + row < num_chunks)[:, None] & (expert < NUM_LOCAL)[None, :]
-        offset = (at + row).to(tl.int64)[:, None] * NUM_LOCAL + expert[None, :]
-        counts += tl.sum(tl.load(cursor_ptr + offset, mask=mask, other=0), axis=0)
+        here = tl.load(counts_ptr + (at + row).to(tl.int64)[:, None] * NUM_LOCAL + expert[None, :], mask=mask, other=0)
+        counts += tl.sum(here, axis=0)
+        before += tl.sum(tl.where((at + row < chunk)[:, None], here, 0), axis=0)
     starts = tl.cumsum(counts, axis=0) - counts
-    first = starts
-    for at in range(0, num_chunks, ROWS):
-        mask = (at + row < num_chunks)[:, None] & (expert < NUM_LOCAL)[None, :]
-        offset = (at + row).to(tl.int64)[:, None] * NUM_LOCAL + expert[None, :]
-        here = tl.load(cursor_ptr + offset, mask=mask, other=0)
-        before = tl.cumsum(here, axis=0) - here
-        tl.store(cursor_ptr + offset, before + first[None, :], mask=mask)
-        first += tl.sum(here, axis=0)
-    _write_tiles(counts, starts, expert, tile_expert_ptr, tile_row_ptr, tile_rows_ptr, num_tiles_ptr, NUM_LOCAL, BLOCK_M)
-
-
-@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["ids_ptr", "map_ptr"])
-def align_place_kernel(
-    ids_ptr,
-    map_ptr,
-    cursor_ptr,
-    slots_ptr,
-    num_slots,
-    NUM_LOCAL: tl.constexpr,
-    MAP_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Third of three: each chunk puts its slots at its own cursors."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    chunk = tl.program_id(0)
+    cursor_ptr += chunk.to(tl.int64) * NUM_LOCAL
+    tl.store(cursor_ptr + expert, starts + before, mask=expert < NUM_LOCAL)
+    tl.debug_barrier()  # the cursors are read back by other threads of this program
     slot = chunk * CHUNK + tl.arange(0, CHUNK)
     local = local_expert(ids_ptr, map_ptr, slot, slot < num_slots, NUM_LOCAL, MAP_SIZE)
-    row = tl.atomic_add(cursor_ptr + chunk.to(tl.int64) * NUM_LOCAL + local, 1, mask=local >= 0, sem="relaxed", scope="cta")
-    tl.store(slots_ptr + row, slot, mask=local >= 0)
+    place = tl.atomic_add(cursor_ptr + local, 1, mask=local >= 0, sem="relaxed", scope="cta")
+    tl.store(slots_ptr + place, slot, mask=local >= 0)
+    if chunk == 0:
+        _write_tiles(counts, starts, expert, tile_expert_ptr, tile_row_ptr, tile_rows_ptr, num_tiles_ptr, NUM_LOCAL, BLOCK_M)
+
+
+def chunks(num_slots: int) -> int:
+    """Programs of the sort."""
+    return 1 if num_slots <= ONE_PROGRAM_SLOTS else -(-num_slots // CHUNK)
 
 
 def max_tiles(num_slots: int, num_local: int, block_m: int) -> int:
@@ -183,8 +175,8 @@ def max_tiles(num_slots: int, num_local: int, block_m: int) -> int:
 class Align:
     """The launches of the sort for one expert count, map and BLOCK_M.
 
-    Call it with integer pointers (tensors if interpreted): ids [S] int32 or int64; map int32 or None; and of scratch:
-    cursor int32 [max(1, chunks) * E], slots int32 [S], tile_expert, tile_row, tile_rows int32 [max_tiles], num_tiles int32 [1].
+    Call it with integer pointers (tensors if interpreted): ids [S] int32 or int64; map int32 or None; and of scratch, int32:
+    counts and cursor [chunks * E] (see `chunks`), slots [S], tile_expert, tile_row, tile_rows [max_tiles], num_tiles [1].
     """
 
     def __init__(self, *, ids_dtype: torch.dtype, num_local: int, map_size: int | None, block_m: int, pdl: bool) -> None:
@@ -192,7 +184,7 @@ class Align:
         map_dtype = None if map_size is None else ints
         common: dict[str, Any] = {"NUM_LOCAL": num_local, "MAP_SIZE": num_local if map_size is None else map_size}
         tiles = (ints, ints, ints, ints)
-        padded = triton.next_power_of_2(num_local)
+        padded = int(triton.next_power_of_2(num_local))
         self.one = {
             chunk: Launch(
                 align_one_kernel,
@@ -201,22 +193,24 @@ class Align:
                 num_warps=4 if chunk <= 512 else 16,
                 pdl=pdl,
             )
-            for chunk in (128, 512, CHUNK)
+            for chunk in (128, 512, ONE_PROGRAM_SLOTS)
         }
         self.count = Launch(
             align_count_kernel, (ids_dtype, map_dtype, ints, INT), common | {"CHUNK": CHUNK, "PDL": pdl}, num_warps=8, pdl=pdl
         )
-        scan = {"NUM_LOCAL": num_local, "BLOCK_M": block_m, "ROWS": max(1, min(32, 16384 // padded)), "PDL": pdl}
-        self.scan = Launch(align_scan_kernel, (ints, *tiles, INT), scan, num_warps=16, pdl=pdl)
         self.place = Launch(
-            align_place_kernel, (ids_dtype, map_dtype, ints, ints, INT), common | {"CHUNK": CHUNK, "PDL": pdl}, num_warps=8, pdl=pdl
+            align_place_kernel,
+            (ids_dtype, map_dtype, ints, ints, ints, *tiles, INT, INT),
+            common | {"BLOCK_M": block_m, "CHUNK": CHUNK, "ROWS": max(1, min(64, 8192 // padded)), "PDL": pdl},
+            num_warps=8,
+            pdl=pdl,
         )
 
     def launches(self, num_slots: int) -> list[Launch]:
         """What a call with `num_slots` slots launches."""
         if num_slots > ONE_PROGRAM_SLOTS:
-            return [self.count, self.scan, self.place]
-        return [self.one[128 if num_slots <= 128 else 512 if num_slots <= 512 else CHUNK]]
+            return [self.count, self.place]
+        return [self.one[128 if num_slots <= 128 else 512 if num_slots <= 512 else ONE_PROGRAM_SLOTS]]
 
     def __call__(self, device: int, stream: int, num_slots: int, ids: Any, expert_map: Any, at: dict[str, Any]) -> None:
         tiles = (at["tile_expert"], at["tile_row"], at["tile_rows"], at["num_tiles"])
@@ -224,7 +218,6 @@ class Align:
             (one,) = self.launches(num_slots)
             one(1, device, stream, ids, expert_map, at["cursor"], at["slots"], *tiles, num_slots)
             return
-        chunks = -(-num_slots // CHUNK)
-        self.count(chunks, device, stream, ids, expert_map, at["cursor"], num_slots)
-        self.scan(1, device, stream, at["cursor"], *tiles, chunks)
-        self.place(chunks, device, stream, ids, expert_map, at["cursor"], at["slots"], num_slots)
+        count = chunks(num_slots)
+        self.count(count, device, stream, ids, expert_map, at["counts"], num_slots)
+        self.place(count, device, stream, ids, expert_map, at["counts"], at["cursor"], at["slots"], *tiles, num_slots, count)

@@ -21,10 +21,39 @@ from moe_dist_kernels.align import local_expert
 from moe_dist_kernels.launch import INT, Launch
 
 
-@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["ids_ptr", "map_ptr", "row_weights_ptr", "bias_ptr"])
+@triton.jit
+def _row_chunk(ptr, at, limit, BLOCK_K: tl.constexpr, FP8: tl.constexpr):
+    """fp32 [BLOCK_K]: elements at .. at + BLOCK_K of a row, zeros past `limit`.
+
+    Laid over threads as the weights are: a 16-byte load holds 16 fp8 weights but only 8 elements of a 16-bit row.
+    """
+    if FP8:
+        group = tl.arange(0, BLOCK_K // 16)[:, None] * 16 + tl.arange(0, 8)[None, :]
+        low = tl.load(ptr + at + group, mask=group < limit - at, other=0.0)
+        high = tl.load(ptr + at + group + 8, mask=group + 8 < limit - at, other=0.0)
+        row = tl.reshape(tl.permute(tl.join(low, high), [0, 2, 1]), [BLOCK_K])
+    else:
+        k = tl.arange(0, BLOCK_K)
+        row = tl.load(ptr + at + k, mask=k < limit - at, other=0.0)
+    return row.to(tl.float32)
+
+
+@triton.jit
+def _scale_chunk(ptr, at, DEPTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """fp32 [BLOCK_K]: the weights' scales of columns at .. at + BLOCK_K, one load for 16 of them."""
+    K_BLOCKS: tl.constexpr = (DEPTH + 127) // 128
+    group = tl.arange(0, BLOCK_K // 16)
+    scale = tl.load(ptr + tl.minimum((at + group * 16) // 128, K_BLOCKS - 1))
+    return tl.reshape(tl.broadcast_to(scale[:, None], [BLOCK_K // 16, 16]), [BLOCK_K])
+
+
+@triton.jit(
+    do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["ids_ptr", "map_ptr", "row_weights_ptr", "bias_ptr", "w_scale_ptr"]
+)
 def decode_up_kernel(
     x_ptr,
     w_ptr,
+    w_scale_ptr,
     bias_ptr,
     row_weights_ptr,
     ids_ptr,
@@ -63,24 +92,35 @@ def decode_up_kernel(
     w_ptr += expert * (WEIGHT_ROWS * HIDDEN)
     x_ptr += (slot // TOP_K).to(tl.int64) * HIDDEN
     w_ptrs = w_ptr + weight_row[:, None] * HIDDEN + k[None, :]
+    FP8: tl.constexpr = w_scale_ptr is not None
+    scale_ptr = w_scale_ptr
+    up_scale_ptr = w_scale_ptr
+    if FP8:  # one scale for all rows of the program, one a 128 columns
+        K_BLOCKS: tl.constexpr = (HIDDEN + 127) // 128
+        row_block = (tl.program_id(0) // num_slots) * BLOCK_N // 128
+        scale_ptr = w_scale_ptr + (expert * ((WEIGHT_ROWS + 127) // 128) + row_block) * K_BLOCKS
+        up_scale_ptr = scale_ptr + ((WEIGHT_ROWS - INTER) // 128) * K_BLOCKS
     gate = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for at in tl.static_range(0, HIDDEN, BLOCK_K):
+        x = _row_chunk(x_ptr, at, HIDDEN, BLOCK_K, FP8)
+        x_gate = x
         if at + BLOCK_K <= HIDDEN:
-            x = tl.load(x_ptr + at + k)
             w_up = tl.load(w_ptrs + at + (INTER * HIDDEN if GATED else 0))
             if GATED:
                 w_gate = tl.load(w_ptrs + at)
         else:
             inside = k < HIDDEN - at
-            x = tl.load(x_ptr + at + k, mask=inside, other=0.0)
             w_up = tl.load(w_ptrs + at + (INTER * HIDDEN if GATED else 0), mask=inside[None, :], other=0.0)
             if GATED:
                 w_gate = tl.load(w_ptrs + at, mask=inside[None, :], other=0.0)
-        x = x.to(tl.float32)[None, :]
-        up += w_up.to(tl.float32) * x
+        if FP8:
+            if GATED:
+                x_gate = x * _scale_chunk(scale_ptr, at, HIDDEN, BLOCK_K)
+            x = x * _scale_chunk(up_scale_ptr, at, HIDDEN, BLOCK_K)
+        up += w_up.to(tl.float32) * x[None, :]
         if GATED:
-            gate += w_gate.to(tl.float32) * x
+            gate += w_gate.to(tl.float32) * x_gate[None, :]
     up_sum = tl.sum(up, axis=1)
     gate_sum = up_sum
     if GATED:
@@ -98,10 +138,13 @@ def decode_up_kernel(
     tl.store(act_ptr + slot.to(tl.int64) * INTER + n, out.to(act_ptr.dtype.element_ty), mask=n < INTER)
 
 
-@triton.jit(do_not_specialize=["num_outputs"], do_not_specialize_on_alignment=["ids_ptr", "map_ptr", "row_weights_ptr", "bias_ptr"])
+@triton.jit(
+    do_not_specialize=["num_outputs"], do_not_specialize_on_alignment=["ids_ptr", "map_ptr", "row_weights_ptr", "bias_ptr", "w_scale_ptr"]
+)
 def decode_down_kernel(
     act_ptr,
     w_ptr,
+    w_scale_ptr,
     bias_ptr,
     row_weights_ptr,
     ids_ptr,
@@ -129,6 +172,7 @@ def decode_down_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    FP8: tl.constexpr = w_scale_ptr is not None
     acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     bias = tl.zeros([BLOCK_N], dtype=tl.float32)
     for i in tl.static_range(SLOTS):
@@ -141,10 +185,15 @@ def decode_down_kernel(
         depth = tl.where(here, INTER, 0)  # a remote slot has no columns: nothing of it is read
         row = tl.where(here, expert, 0)
         w_ptrs = w_ptr + row * (HIDDEN * INTER) + weight_row[:, None] * INTER + k[None, :]
+        scale_ptr = w_scale_ptr
+        if FP8:
+            row_block = (tl.program_id(0) // num_outputs) * BLOCK_N // 128
+            scale_ptr = w_scale_ptr + (row * ((HIDDEN + 127) // 128) + row_block) * ((INTER + 127) // 128)
         for at in tl.static_range(0, INTER, BLOCK_K):
-            inside = k < depth - at
-            act = tl.load(act_ptr + slot * INTER + at + k, mask=inside, other=0.0).to(tl.float32) * weight
-            w = tl.load(w_ptrs + at, mask=inside[None, :], other=0.0)
+            act = _row_chunk(act_ptr + slot * INTER, at, depth, BLOCK_K, FP8) * weight
+            if FP8:
+                act *= _scale_chunk(scale_ptr, at, INTER, BLOCK_K)
+            w = tl.load(w_ptrs + at, mask=(k < depth - at)[None, :], other=0.0)
             acc += w.to(tl.float32) * act[None, :]
         if bias_ptr is not None:
             bias += tl.load(bias_ptr + row * HIDDEN + weight_row, mask=n < tl.where(here, HIDDEN, 0), other=0.0).to(tl.float32) * weight
@@ -162,6 +211,8 @@ class DecodeTile:
 
     def why_not(self) -> str | None:
         """The reason that this tile can't run, or None."""
+        if self.block_n > 128:
+            return f"block_n {self.block_n} is past the 128 rows that share an fp8 scale, and past what a program has registers for"
         if self.block_n < 1 or self.block_n & (self.block_n - 1) or self.block_k < 16 or self.block_k & (self.block_k - 1):
             return f"block_n {self.block_n} and block_k {self.block_k} must be powers of two, block_k at least 16"
         if self.warps not in (1, 2, 4, 8):
@@ -174,6 +225,7 @@ class DecodeTile:
 def decode_up_launch(
     *,
     dtype: torch.dtype,
+    fp8: bool,
     ids_dtype: torch.dtype,
     hidden: int,
     inter: int,
@@ -186,7 +238,7 @@ def decode_up_launch(
     tile: DecodeTile,
     pdl: bool,
 ) -> Launch:
-    """Grid S * ceil(I / block_n); arguments x, w13, bias, weights or None, ids, map or None, act, S."""
+    """Grid S * ceil(I / block_n); arguments x, w13, its scales or None, bias, weights or None, ids, map or None, act, S."""
     constants = {
         "HIDDEN": hidden,
         "INTER": inter,
@@ -199,13 +251,15 @@ def decode_up_launch(
         "PDL": pdl,
     }
     map_dtype = None if map_size is None else torch.int32
-    params = (dtype, dtype, bias, torch.float32 if weight_on_input else None, ids_dtype, map_dtype, dtype, INT)
+    weights = (torch.float8_e4m3fn, torch.float32) if fp8 else (dtype, None)
+    params = (dtype, *weights, bias, torch.float32 if weight_on_input else None, ids_dtype, map_dtype, dtype, INT)
     return Launch(decode_up_kernel, params, constants, num_warps=tile.warps, pdl=pdl)
 
 
 def decode_down_launch(
     *,
     dtype: torch.dtype,
+    fp8: bool,
     ids_dtype: torch.dtype,
     hidden: int,
     inter: int,
@@ -217,8 +271,8 @@ def decode_down_launch(
     tile: DecodeTile,
     pdl: bool,
 ) -> Launch:
-    """Grid outputs * ceil(H / block_n), outputs T (slots K) or S (slots 1); arguments act, w2, bias, weights or None, ids, map
-    or None, out, outputs."""
+    """Grid outputs * ceil(H / block_n), outputs T (slots K) or S (slots 1); arguments act, w2, its scales or
+    None, bias, weights or None, ids, map or None, out, outputs."""
     constants = {
         "HIDDEN": hidden,
         "INTER": inter,
@@ -230,5 +284,6 @@ def decode_down_launch(
         "PDL": pdl,
     }
     map_dtype = None if map_size is None else torch.int32
-    params = (dtype, dtype, bias, None if weight_on_input else torch.float32, ids_dtype, map_dtype, dtype, INT)
+    weights = (torch.float8_e4m3fn, torch.float32) if fp8 else (dtype, None)
+    params = (dtype, *weights, bias, None if weight_on_input else torch.float32, ids_dtype, map_dtype, dtype, INT)
     return Launch(decode_down_kernel, params, constants, num_warps=tile.warps, pdl=pdl)

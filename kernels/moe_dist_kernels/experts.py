@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from moe_dist_kernels.align import CHUNK, ONE_PROGRAM_SLOTS, Align, max_tiles
+from moe_dist_kernels.align import CHUNK, Align, chunks, max_tiles
 from moe_dist_kernels.decode import DecodeTile, decode_down_launch, decode_up_launch
 from moe_dist_kernels.finalize import finalize_blocks, finalize_kernel, finalize_launch, zero_remote_launch
-from moe_dist_kernels.grouped import ProductTile, down_launch, up_launch
+from moe_dist_kernels.grouped import SCALE_BLOCK, ProductTile, down_launch, up_launch
 from moe_dist_kernels.launch import Launch, Scratch, interpreted
+from moe_dist_kernels.quantise import quantise_blocks, quantise_launch
 from moe_dist_kernels.routing import route_launch
 
 MAX_SLOTS = 2**31 - CHUNK  # slots are counted in 32 bits
@@ -25,6 +26,7 @@ MAX_SLOTS = 2**31 - CHUNK  # slots are counted in 32 bits
 class ExpertsShape:
     """What the kernels are compiled for, all but the token count.
 
+    dtype: of hidden states, output and, unless fp8, weights. fp8: weights are float8_e4m3fn with 128 x 128 block scales.
     slots: K, fused shared experts included. map_size: length of the map from global ids to weight rows; None: ids are rows.
     kind, limit, alpha, beta: see `activation.activate`. up_bias, down_bias: a bias's dtype; None: there is none. finalize: [T, H] or, without, [T, K, H].
     """
@@ -43,6 +45,26 @@ class ExpertsShape:
     down_bias: torch.dtype | None = None
     weight_on_input: bool = False
     finalize: bool = True
+    fp8: bool = False
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.fp8 else self.dtype
+
+    @property
+    def planes(self) -> int:
+        """Rows of w13 that make one column of the activation."""
+        return 2 if self.gated else 1
+
+    def why_not(self) -> str | None:
+        """The reason that no plan can run this shape, or None."""
+        if self.planes * self.inter * self.hidden >= 2**31:
+            return f"an expert's first product has {self.planes * self.inter} x {self.hidden} weights; offsets inside an expert are 32 bits wide"
+        if self.fp8 and self.inter % SCALE_BLOCK:
+            return (
+                f"the local intermediate size {self.inter} is no multiple of {SCALE_BLOCK}, so that gate and up rows share fp8 scale blocks"
+            )
+        return None
 
     @property
     def gated(self) -> bool:
@@ -70,14 +92,35 @@ class RouterShape:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a card allows: shared memory of one block, in bytes; whether it has the copy engine; its multiprocessors."""
+
+    shared_bytes: int = 232448
+    has_tma: bool = True
+    processors: int = 132
+
+    @classmethod
+    def of(cls, device: torch.device) -> Limits:
+        """Those of `device`; an H200's where there is no GPU."""
+        if device.type != "cuda":
+            return cls()
+        found: Any = torch.cuda.get_device_properties(device)
+        return cls(
+            shared_bytes=found.shared_memory_per_block_optin,
+            has_tma=found.major >= 9,
+            processors=found.multi_processor_count,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodePlan:
     """The small path: see decode.py."""
 
     up: DecodeTile
     down: DecodeTile
 
-    def why_not(self, shape: ExpertsShape, shared_limit: int) -> str | None:
-        del shape, shared_limit  # any shape runs; nothing is staged in shared memory
+    def why_not(self, shape: ExpertsShape, limits: Limits) -> str | None:
+        del shape, limits  # any shape runs, on any card: nothing is staged in shared memory
         return self.up.why_not() or self.down.why_not()
 
 
@@ -91,14 +134,23 @@ class SortedPlan:
     up: ProductTile
     down: ProductTile
 
-    def why_not(self, shape: ExpertsShape, shared_limit: int) -> str | None:
+    def why_not(self, shape: ExpertsShape, limits: Limits) -> str | None:
         if self.group_m < 1:
             return f"group_m {self.group_m} must be at least 1"
-        itemsize = shape.dtype.itemsize
-        for name, tile, weight_tiles in (("up", self.up, 2 if shape.gated else 1), ("down", self.down, 1)):
-            reason = tile.why_not(block_m=self.block_m, weight_tiles=weight_tiles, itemsize=itemsize, shared_limit=shared_limit)
+        for name, tile, planes, depth in (("up", self.up, shape.planes, shape.hidden), ("down", self.down, 1, shape.inter)):
+            reason = tile.why_not(
+                block_m=self.block_m,
+                planes=planes,
+                itemsize=shape.weight_dtype.itemsize,
+                depth=depth,
+                fp8=shape.fp8,
+                shared_limit=limits.shared_bytes,
+                has_tma=limits.has_tma,
+            )
             if reason is not None:
                 return f"{name} product: {reason}"
+        if shape.fp8 and self.down.block_k > self.up.block_n:
+            return f"down product: block_k {self.down.block_k} spans several of the fp8 scales that the up product makes, one for {self.up.block_n} columns"
         return None
 
 
@@ -108,23 +160,35 @@ Plan = DecodePlan | SortedPlan
 def scratch(shape: ExpertsShape, plan: Plan, num_tokens: int, *, routed: bool) -> Scratch:
     """The scratch memory of one call: a pure function of shape, plan and token count. routed: the caller brings ids."""
     count = num_tokens * shape.slots
-    parts: dict[str, tuple[int, torch.dtype]] = {"act": (count * shape.inter, shape.dtype)}
+    parts: dict[str, tuple[int, torch.dtype]] = {}
     if not routed:
         parts |= {"ids": (count, torch.int32), "weights": (count, torch.float32)}
-    if isinstance(plan, SortedPlan):
-        chunks = 1 if count <= ONE_PROGRAM_SLOTS else -(-count // CHUNK)
-        tiles = max(1, max_tiles(count, shape.num_local, plan.block_m))
-        parts |= {"cursor": (chunks * shape.num_local, torch.int32), "slots": (count, torch.int32), "num_tiles": (1, torch.int32)}
-        parts |= dict.fromkeys(("tile_expert", "tile_row", "tile_rows"), (tiles, torch.int32))
-        if shape.finalize and shape.slots > 1:
-            parts["y"] = (count * shape.hidden, shape.dtype)
+    if isinstance(plan, DecodePlan):
+        parts["act"] = (count * shape.inter, shape.dtype)
+        return Scratch(**parts)
+    parts["act"] = (count * shape.inter, shape.weight_dtype)
+    if shape.fp8:
+        parts |= {
+            "act_scale": (count * -(-shape.inter // plan.up.block_n), torch.float32),
+            "x": (num_tokens * shape.hidden, torch.float8_e4m3fn),
+            "x_scale": (num_tokens * -(-shape.hidden // SCALE_BLOCK), torch.float32),
+        }
+    cursors = chunks(count) * shape.num_local
+    tiles = max(1, max_tiles(count, shape.num_local, plan.block_m))
+    parts |= {"cursor": (cursors, torch.int32), "slots": (count, torch.int32), "num_tiles": (1, torch.int32)}
+    if chunks(count) > 1:
+        parts["counts"] = (cursors, torch.int32)
+    parts |= dict.fromkeys(("tile_expert", "tile_row", "tile_rows"), (tiles, torch.int32))
+    if shape.finalize and shape.slots > 1:
+        parts["y"] = (count * shape.hidden, shape.dtype)
     return Scratch(**parts)
 
 
 class Experts:
     """One layer's experts, bound to weights and a plan. Call it as often as you like, also under CUDA graph capture.
 
-    w13 [E, 2I or I, H], w2 [E, H, I] in `shape.dtype`; biases [E, 2I or I], [E, H] in the dtypes that the shape names; expert_map int32
+    w13 [E, 2I or I, H], w2 [E, H, I] in the shape's weight dtype; w13_scale, w2_scale fp32 [E, ceil(rows / 128), ceil(columns / 128)]
+    for fp8; biases [E, 2I or I], [E, H] in the dtypes that the shape names; expert_map int32
     [map_size]; correction_bias fp32 [N]. All contiguous on one device. ValueError: they are not, or the plan can't run.
     Nothing is written but `out`. Every call allocates one block of scratch from torch's caching allocator, so calls on
     several streams, and captured graphs, never share one.
@@ -137,6 +201,8 @@ class Experts:
         *,
         w13: torch.Tensor,
         w2: torch.Tensor,
+        w13_scale: torch.Tensor | None = None,
+        w2_scale: torch.Tensor | None = None,
         w13_bias: torch.Tensor | None = None,
         w2_bias: torch.Tensor | None = None,
         expert_map: torch.Tensor | None = None,
@@ -144,10 +210,17 @@ class Experts:
         correction_bias: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> None:
-        rows = shape.inter * (2 if shape.gated else 1)
+        reason = shape.why_not() or plan.why_not(shape, Limits.of(w13.device))
+        if reason is not None:
+            raise ValueError(reason)
+        rows = shape.inter * shape.planes
+        blocks = [-(-size // SCALE_BLOCK) for size in (rows, shape.hidden, shape.inter)]
+        scale = torch.float32 if shape.fp8 else None
         expected: list[tuple[str, torch.Tensor | None, tuple[int, ...], torch.dtype | None]] = [
-            ("w13", w13, (shape.num_local, rows, shape.hidden), shape.dtype),
-            ("w2", w2, (shape.num_local, shape.hidden, shape.inter), shape.dtype),
+            ("w13", w13, (shape.num_local, rows, shape.hidden), shape.weight_dtype),
+            ("w2", w2, (shape.num_local, shape.hidden, shape.inter), shape.weight_dtype),
+            ("w13_scale", w13_scale, (shape.num_local, blocks[0], blocks[1]), scale),
+            ("w2_scale", w2_scale, (shape.num_local, blocks[1], blocks[2]), scale),
             ("w13_bias", w13_bias, (shape.num_local, rows), shape.up_bias),
             ("w2_bias", w2_bias, (shape.num_local, shape.hidden), shape.down_bias),
             ("expert_map", expert_map, (shape.map_size or 0,), torch.int32),
@@ -161,9 +234,7 @@ class Experts:
                     f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, "
                     f"{'contiguous' if tensor.is_contiguous() else 'strided'}; it must be {size} {dtype} on {w13.device}, contiguous"
                 )
-        if rows * shape.hidden >= 2**31:
-            raise ValueError(f"one expert's first product has {rows} x {shape.hidden} weights; offsets inside an expert are 32 bits wide")
-        for name, tensor, wanted in (("w13_bias", w13_bias, shape.up_bias), ("w2_bias", w2_bias, shape.down_bias)):
+        for name, tensor, _, wanted in expected[2:6]:
             if tensor is None and wanted is not None:
                 raise ValueError(f"{name} is missing; the shape says it is {wanted}")
         if (expert_map is None) != (shape.map_size is None):
@@ -175,10 +246,31 @@ class Experts:
         self._index = w13.device.index or 0
         self._interpreted = interpreted(finalize_kernel)
         self._pdl = pdl and not self._interpreted
-        self._weights = (w13, w2, w13_bias, w2_bias, expert_map, correction_bias)  # kept alive: their addresses are baked in
-        address = (lambda tensor: tensor) if self._interpreted else (lambda tensor: None if tensor is None else tensor.data_ptr())
-        self._w13, self._w2, self._w13_bias, self._w2_bias, self._map, self._correction = map(address, self._weights)
         self._by_ids: dict[torch.dtype, dict[str, Any]] = {}
+        self._weights = (
+            w13,
+            w2,
+            w13_scale,
+            w2_scale,
+            w13_bias,
+            w2_bias,
+            expert_map,
+            correction_bias,
+        )  # kept alive: their addresses are baked in
+        pointers: list[Any] = [_pointer(tensor, self._interpreted) for tensor in self._weights]
+        self._w13, self._w2, self._w13_scale, self._w2_scale, self._w13_bias, self._w2_bias, self._map, self._correction = pointers
+        self._up_weights: tuple[Any, ...] = (self._w13, None, self._w13_scale)
+        self._down_weights: tuple[Any, ...] = (self._w2, None, self._w2_scale)
+        if isinstance(plan, SortedPlan):
+            self._persistent = {side: _programs(getattr(plan, side), plan.block_m, shape, self.device) for side in ("up", "down")}
+            launches = self.launchers(torch.int32)
+            if plan.up.tma:
+                descriptor = launches["up"].params[3]
+                self._up_weights = (None, descriptor.of(w13.view(-1, shape.inter, shape.hidden)), self._w13_scale)
+            if plan.down.tma:
+                self._down_weights = (None, launches["down"].params[4].of(w2), self._w2_scale)
+            if shape.fp8:
+                self._quantise = quantise_launch(dtype=shape.dtype, hidden=shape.hidden, pdl=self._pdl)
         self._scratches: dict[tuple[int, bool], Scratch] = {}
         self._route = route_launch(**dataclasses.asdict(router), pdl=self._pdl) if router is not None else None
 
@@ -263,23 +355,34 @@ class Experts:
         up_weights = weights_ptr if shape.weight_on_input else None
         down_weights = None if shape.weight_on_input else weights_ptr
         if isinstance(plan, DecodePlan):
-            up_grid = count * -(-shape.inter // plan.up.block_n)
-            launchers["up"](up_grid, device, stream, x_ptr, self._w13, self._w13_bias, up_weights, ids_ptr, self._map, at["act"], count)
+            up, down = launchers["up"], launchers["down"]
+            grid = count * -(-shape.inter // plan.up.block_n)
+            weights13, weights2 = (self._w13, self._w13_scale, self._w13_bias), (self._w2, self._w2_scale, self._w2_bias)
+            up(grid, device, stream, x_ptr, *weights13, up_weights, ids_ptr, self._map, at["act"], count)
             outputs = tokens if shape.finalize else count
-            down_grid = outputs * -(-shape.hidden // plan.down.block_n)
-            launchers["down"](
-                down_grid, device, stream, at["act"], self._w2, self._w2_bias, down_weights, ids_ptr, self._map, out_ptr, outputs
-            )
+            grid = outputs * -(-shape.hidden // plan.down.block_n)
+            down(grid, device, stream, at["act"], *weights2, down_weights, ids_ptr, self._map, out_ptr, outputs)
         else:
+            act_scale = x_scale = None
+            if shape.fp8:
+                x_scale, act_scale = at["x_scale"], at["act_scale"]
+                self._quantise(tokens * quantise_blocks(shape.hidden), device, stream, x_ptr, at["x"], x_scale, tokens)
+                x_ptr = at["x"]
             launchers["align"](device, stream, count, ids_ptr, self._map, at)
             tiles = (at["slots"], at["tile_expert"], at["tile_row"], at["tile_rows"], at["num_tiles"])
             most = max_tiles(count, shape.num_local, plan.block_m)
-            up_grid = most * -(-shape.inter // plan.up.block_n)
-            launchers["up"](up_grid, device, stream, x_ptr, self._w13, self._w13_bias, up_weights, *tiles, at["act"])
-            down_grid = most * -(-shape.hidden // plan.down.block_n)
+            grid = min(most * -(-shape.inter // plan.up.block_n), self._persistent["up"])
+            launchers["up"](
+                grid, device, stream, x_ptr, x_scale, *self._up_weights, self._w13_bias, up_weights, *tiles, at["act"], act_scale
+            )
+            grid = min(most * -(-shape.hidden // plan.down.block_n), self._persistent["down"])
             in_place = "y" not in at
             y = out_ptr if in_place else at["y"]
-            launchers["down"](down_grid, device, stream, at["act"], self._w2, self._w2_bias, down_weights, *tiles, y)
+            rows: tuple[Any, ...] = (at["act"], None, act_scale)
+            if plan.down.tma:
+                view = layout.view(block, "act").view(count, shape.inter)
+                rows = (None, launchers["down"].params[1].of(view), act_scale)
+            launchers["down"](grid, device, stream, *rows, *self._down_weights, self._w2_bias, down_weights, *tiles, y)
             blocks = finalize_blocks(shape.hidden)
             if in_place:
                 launchers["zero_remote"](count * blocks, device, stream, ids_ptr, self._map, out_ptr, count)
@@ -292,10 +395,29 @@ class Experts:
         return tensor
 
 
+def _pointer(tensor: torch.Tensor | None, as_tensor: bool) -> Any:
+    return tensor if as_tensor or tensor is None else tensor.data_ptr()
+
+
+def _programs(tile: ProductTile, block_m: int, shape: ExpertsShape, device: torch.device) -> int:
+    """Programs that walk all tiles of a persistent product: as many as are resident at once; no bound for one a tile."""
+    if not tile.persistent:
+        return 2**31 - 1
+    limits = Limits.of(device)
+    need = tile.shared_bytes(block_m=block_m, planes=shape.planes, itemsize=shape.weight_dtype.itemsize)
+    return limits.processors * (2 if tile.warps == 4 and 2 * need <= limits.shared_bytes else 1)
+
+
 def make_launchers(shape: ExpertsShape, plan: Plan, ids_dtype: torch.dtype, *, pdl: bool) -> dict[str, Any]:
     """Everything that `plan` launches, by name. Compiles nothing."""
     ids: dict[str, Any] = {"ids_dtype": ids_dtype, "num_local": shape.num_local, "map_size": shape.map_size, "pdl": pdl}
-    sizes: dict[str, Any] = {"dtype": shape.dtype, "hidden": shape.hidden, "inter": shape.inter, "weight_on_input": shape.weight_on_input}
+    sizes: dict[str, Any] = {
+        "dtype": shape.dtype,
+        "fp8": shape.fp8,
+        "hidden": shape.hidden,
+        "inter": shape.inter,
+        "weight_on_input": shape.weight_on_input,
+    }
     up: dict[str, Any] = {"activation": shape.activation, "top_k": shape.slots, "bias": shape.up_bias}
     if isinstance(plan, DecodePlan):
         return {
@@ -306,7 +428,7 @@ def make_launchers(shape: ExpertsShape, plan: Plan, ids_dtype: torch.dtype, *, p
     return {
         "align": Align(block_m=plan.block_m, **ids),
         "up": up_launch(**sizes, **up, **cut, tile=plan.up),
-        "down": down_launch(**sizes, bias=shape.down_bias, **cut, tile=plan.down),
+        "down": down_launch(**sizes, bias=shape.down_bias, **cut, tile=plan.down, row_group=plan.up.block_n),
         "finalize": finalize_launch(dtype=shape.dtype, hidden=shape.hidden, top_k=shape.slots, **ids),
         "zero_remote": zero_remote_launch(dtype=shape.dtype, hidden=shape.hidden, **ids),
     }
@@ -318,9 +440,11 @@ def all_launches(shape: ExpertsShape, plan: Plan, *, ids_dtype: torch.dtype = to
     for name, launch in make_launchers(shape, plan, ids_dtype, pdl=pdl).items():
         if isinstance(launch, Align):
             found |= {f"align_one_{chunk}": one for chunk, one in launch.one.items()}
-            found |= {"align_count": launch.count, "align_scan": launch.scan, "align_place": launch.place}
+            found |= {"align_count": launch.count, "align_place": launch.place}
         else:
             found[name] = launch
+    if shape.fp8 and isinstance(plan, SortedPlan):
+        found["quantise"] = quantise_launch(dtype=shape.dtype, hidden=shape.hidden, pdl=pdl)
     return found
 
 
@@ -329,22 +453,15 @@ def is_interpreted() -> bool:
     return interpreted(finalize_kernel)
 
 
-def shared_memory_limit(device: torch.device) -> int:
-    """Bytes of shared memory that one block may take on `device`; Hopper's 227 KB where there is no GPU."""
-    if device.type != "cuda":
-        return 232448
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
-
-
 __all__ = [
     "DecodePlan",
     "Experts",
     "ExpertsShape",
+    "Limits",
     "Plan",
     "RouterShape",
     "SortedPlan",
     "all_launches",
     "is_interpreted",
     "scratch",
-    "shared_memory_limit",
 ]

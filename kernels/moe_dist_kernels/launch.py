@@ -28,6 +28,20 @@ _TRITON_NAMES = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Descriptor:
+    """A parameter that is a tensor descriptor for the copy engine: element dtype and block shape."""
+
+    dtype: torch.dtype
+    block: tuple[int, ...]
+
+    def of(self, tensor: torch.Tensor) -> Any:
+        """The descriptor of a contiguous tensor of as many dimensions as the block."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor.from_tensor(tensor, list(self.block))
+
+
 def interpreted(kernel: Any) -> bool:
     """Whether `kernel` runs under Triton's interpreter (TRITON_INTERPRET=1 when it was defined)."""
     return isinstance(kernel, InterpretedFunction)
@@ -37,14 +51,14 @@ def interpreted(kernel: Any) -> bool:
 class Launch:
     """One kernel with everything fixed but pointers and counts.
 
-    params: the runtime parameters in the kernel's order, each a torch dtype (a pointer to it), None (a pointer that is
-        not used) or INT. constants: the kernel's constexpr parameters, all after the runtime ones.
+    params: the runtime parameters in the kernel's order, each a torch dtype (a pointer to it), a Descriptor, None (a
+        pointer that is not used) or INT. constants: the kernel's constexpr parameters, all after the runtime ones.
     pdl: launched with programmatic dependent launch: the kernel itself waits before it reads what its predecessor wrote.
     Pointers are taken as 16-byte aligned unless the kernel says otherwise; callers see to it.
     """
 
     kernel: Any
-    params: Sequence[torch.dtype | type[int] | None]
+    params: Sequence[torch.dtype | Descriptor | type[int] | None]
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 1
@@ -60,7 +74,7 @@ class Launch:
 
     def compile(self, device: int) -> Any:
         """Compile for CUDA device `device` (which must be current) and load; the compiled kernel. Nothing is launched."""
-        arguments = [1 << 30 if param is INT else param for param in self.params]
+        arguments = [_stand_in(param) for param in self.params]
         compiled = self.kernel.warmup(*arguments, **self.constants, **self._options, grid=(1,))
         run = compiled.run  # loads the binary: too much shared memory raises OutOfResources here
         self._compiled[device] = (run, compiled.function, compiled.packed_metadata)
@@ -77,6 +91,8 @@ class Launch:
                 signature[name], constants[name] = "constexpr", None
             elif param is INT:
                 signature[name] = "i32"
+            elif isinstance(param, Descriptor):
+                signature[name] = f"tensordesc<{_TRITON_NAMES[param.dtype][1:]}{list(param.block)}>"
             else:
                 signature[name] = _TRITON_NAMES[param]  # type: ignore[index]
                 if not self.kernel.params[index].do_not_specialize_on_alignment:
@@ -98,6 +114,15 @@ class Launch:
         run(grid, 1, 1, stream, function, metadata, None, None, None, *arguments, *self._constants)
 
 
+def _stand_in(param: torch.dtype | Descriptor | type[int] | None) -> Any:
+    """What a kernel is compiled with in place of a runtime argument."""
+    if param is INT:
+        return 1 << 30
+    if isinstance(param, Descriptor):
+        return param.of(torch.empty(param.block, dtype=param.dtype, device="cuda"))
+    return param
+
+
 class Scratch:
     """Names the parts of one block of scratch memory: `Scratch(a=(rows, dtype), ...)`. Pure: holds no memory."""
 
@@ -114,10 +139,12 @@ class Scratch:
         """Allocate the block: (the tensor that keeps it alive, the address of each part, or its tensor)."""
         block = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         if as_tensors:
-            views = {}
-            for name, (count, dtype) in self.parts.items():
-                at = self.offsets[name]
-                views[name] = block[at : at + count * dtype.itemsize].view(dtype)
-            return block, views
+            return block, {name: self.view(block, name) for name in self.parts}
         base = block.data_ptr()
         return block, {name: base + at for name, at in self.offsets.items()}
+
+    def view(self, block: torch.Tensor, name: str) -> torch.Tensor:
+        """Part `name` of an allocated block, as a flat tensor."""
+        count, dtype = self.parts[name]
+        at = self.offsets[name]
+        return block[at : at + count * dtype.itemsize].view(dtype)

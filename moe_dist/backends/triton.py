@@ -7,6 +7,7 @@ how they are launched are the other package's; it, and triton with it, is import
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -21,21 +22,15 @@ from moe_dist.tuning.problem import Bucket, Scalar, Tactic, Workspace
 if TYPE_CHECKING:
     from moe_dist_kernels import ExpertsShape, Plan, RouterShape
 
-_DECODE_FIELDS = ("down_k", "down_n", "down_warps", "path", "up_k", "up_n", "up_warps")
-_SORTED_FIELDS = (
+_DECODE_FIELDS = {"path", *(f"{side}_{name}" for side in ("up", "down") for name in ("n", "k", "warps"))}
+_SORTED_FIELDS = {
     "block_m",
-    "down_k",
-    "down_n",
-    "down_stages",
-    "down_warps",
     "group_m",
-    "path",
     "swap_ab",
-    "up_k",
-    "up_n",
-    "up_stages",
-    "up_warps",
-)
+    *(f"{side}_{name}" for side in ("up", "down") for name in ("stages", "tma", "persistent")),
+}
+_SORTED_FIELDS |= _DECODE_FIELDS
+_MOST_TACTICS = 24  # of one bucket: what a tuner can time within its budget
 _ANY = Bucket(1, 1 << 30)  # a bucket for "any count": the sorted path at its widest
 
 
@@ -46,36 +41,28 @@ class TritonConfig(BackendConfig):
     name: ClassVar[str] = "triton"
 
 
-def _decode(up: tuple[int, int, int], down: tuple[int, int, int]) -> Tactic:
-    """The small path; up and down are (columns, depth, warps)."""
+_Small = tuple[int, int, int]  # columns, depth, warps
+_Product = tuple[int, int, int, int, str]  # columns, depth, warps, stages; "t": by the copy engine, "p": persistent
+
+
+def _decode(up: _Small, down: _Small) -> Tactic:
+    """The small path."""
     return Tactic.of("triton", path="decode", up_n=up[0], up_k=up[1], up_warps=up[2], down_n=down[0], down_k=down[1], down_warps=down[2])
 
 
-def _sorted(
-    block_m: int, up: tuple[int, int, int, int], down: tuple[int, int, int, int], *, group_m: int = 1, swap_ab: bool = False
-) -> Tactic:
-    """The sorted path; up and down are (columns, depth, warps, stages)."""
-    return Tactic.of(
-        "triton",
-        path="sorted",
-        block_m=block_m,
-        group_m=group_m,
-        swap_ab=swap_ab,
-        up_n=up[0],
-        up_k=up[1],
-        up_warps=up[2],
-        up_stages=up[3],
-        down_n=down[0],
-        down_k=down[1],
-        down_warps=down[2],
-        down_stages=down[3],
-    )
+def _sorted(block_m: int, up: _Product, down: _Product, *, group_m: int = 1, swap_ab: bool = False) -> Tactic:
+    """The sorted path."""
+    params: dict[str, Scalar] = {"path": "sorted", "block_m": block_m, "group_m": group_m, "swap_ab": swap_ab}
+    for side, tile in (("up", up), ("down", down)):
+        params |= {f"{side}_{name}": value for name, value in zip(("n", "k", "warps", "stages"), tile[:4], strict=True)}
+        params |= {f"{side}_tma": "t" in tile[4], f"{side}_persistent": "p" in tile[4]}
+    return Tactic("triton", tuple(sorted(params.items())))
 
 
 # One family for batch invariance: whatever the batch, a row meets the same instructions in the same order.
-_INVARIANT = _sorted(64, (64, 64, 4, 4), (128, 64, 4, 4), group_m=8)
+_INVARIANT = _sorted(64, (64, 64, 4, 4, ""), (128, 64, 4, 4, ""), group_m=8)
 # Runs everywhere that Triton does, in any dtype, within the 99 KB of shared memory that the smallest cards give.
-_SMALL_CARD = _sorted(32, (32, 32, 4, 3), (64, 32, 4, 3), group_m=8)
+_SMALL_CARD = _sorted(32, (32, 32, 4, 3, ""), (64, 32, 4, 3, ""), group_m=8)
 
 
 class TritonBackend(Backend):
@@ -96,21 +83,23 @@ class TritonBackend(Backend):
         elif torch.cuda.get_device_capability(device) < (8, 0):
             major, minor = torch.cuda.get_device_capability(device)
             return f"compute capability {major}.{minor} has no bf16 matrix units or asynchronous copies; it needs 8.0"
-        if config.quant.weight is not None:
-            return f"it has no kernels for {config.quant.weight} weights; use unquantised ones"
-        rows = problem.local_intermediate * (2 if config.activation.gated else 1)
-        if rows * config.experts.hidden_size >= 2**31:
-            return f"one expert's first product has {rows} x {config.experts.hidden_size} weights; its offsets inside an expert are 32 bits wide"
+        quant = config.quant
+        if quant.weight is not None and (quant.weight, quant.granularity, quant.block_shape) != ("fp8", "block", (128, 128)):
+            return (
+                f"it has kernels for unquantised weights and for fp8 in blocks of (128, 128), not for {quant.weight} by {quant.granularity} "
+                f"{quant.block_shape or ''}".rstrip()
+            )
+        reason = _shape(problem, num_local=1, mapped=False).why_not()
+        if reason is not None:
+            return reason
         return None
 
     def tactics(self, problem: MoEProblem, bucket: Bucket, device: torch.device, params: BackendConfig) -> Sequence[Tactic]:
         if problem.config.execution.batch_invariant:
             return [self.default(problem, bucket, device)]
-        return [
-            tactic
-            for tactic in dict.fromkeys(_worth_timing(problem, bucket))
-            if self.why_not_tactic(problem, tactic, bucket, device) is None
-        ]
+        likely = dict.fromkeys(_worth_timing(problem, bucket))
+        runnable = (tactic for tactic in likely if self.why_not_tactic(problem, tactic, bucket, device) is None)
+        return list(itertools.islice(runnable, _MOST_TACTICS))
 
     def default(self, problem: MoEProblem, bucket: Bucket | None, device: torch.device) -> Tactic:
         if problem.config.execution.batch_invariant:
@@ -128,16 +117,16 @@ class TritonBackend(Backend):
             return f"{tactic} is not a tactic of backend 'triton'"
         if problem.config.execution.batch_invariant and tactic not in (_INVARIANT, _SMALL_CARD):
             return f"batch invariance has one family of tactics, {_INVARIANT}"
-        fields = tuple(name for name, _ in tactic.params)
+        fields = {name for name, _ in tactic.params}
         if fields not in (_DECODE_FIELDS, _SORTED_FIELDS):
-            return f"{tactic} has parameters {fields}; known are {_DECODE_FIELDS} and {_SORTED_FIELDS}"
+            return f"{tactic} has parameters {sorted(fields)}; known are {sorted(_DECODE_FIELDS)} and {sorted(_SORTED_FIELDS)}"
         try:
             plan = _plan(tactic)
         except TypeError as error:
             return str(error)
-        from moe_dist_kernels import shared_memory_limit
+        from moe_dist_kernels import Limits
 
-        return plan.why_not(_shape(problem, num_local=1, mapped=False), shared_memory_limit(device))
+        return plan.why_not(_shape(problem, num_local=1, mapped=False), Limits.of(device))
 
     def workspace(self, problem: MoEProblem, tactic: Tactic, num_tokens: int) -> Workspace:
         from moe_dist_kernels import scratch
@@ -175,6 +164,8 @@ class TritonBackend(Backend):
                     plan,
                     w13=weights.w13,
                     w2=weights.w2,
+                    w13_scale=weights.w13_scale,
+                    w2_scale=weights.w2_scale,
                     w13_bias=weights.w13_bias,
                     w2_bias=weights.w2_bias,
                     expert_map=layer.expert_map,
@@ -220,6 +211,7 @@ def _shape(problem: MoEProblem, *, num_local: int, mapped: bool) -> ExpertsShape
         beta=config.activation.beta,
         weight_on_input=config.routing.weight_on_input,
         finalize=config.execution.do_finalize,
+        fp8=config.quant.weight == "fp8",
     )
 
 
@@ -248,24 +240,46 @@ def _number(tactic: Tactic, name: str) -> int:
     return value
 
 
+def _flag(tactic: Tactic, name: str) -> bool:
+    value: Scalar = tactic[name]
+    if type(value) is not bool:
+        raise TypeError(f"{name} of {tactic} is {value!r}; it must be a bool")
+    return value
+
+
 def _plan(tactic: Tactic) -> Plan:
     """The kernels' plan of a tactic with the right fields. TypeError: a parameter of the wrong type."""
     from moe_dist_kernels import DecodePlan, DecodeTile, ProductTile, SortedPlan
 
-    def side(name: str) -> dict[str, int]:
-        return {"block_n": _number(tactic, f"{name}_n"), "block_k": _number(tactic, f"{name}_k"), "warps": _number(tactic, f"{name}_warps")}
+    def small(side: str) -> DecodeTile:
+        return DecodeTile(
+            block_n=_number(tactic, f"{side}_n"), block_k=_number(tactic, f"{side}_k"), warps=_number(tactic, f"{side}_warps")
+        )
 
-    if tactic["path"] == "decode":
-        return DecodePlan(up=DecodeTile(**side("up")), down=DecodeTile(**side("down")))
-    if tactic["path"] != "sorted" or type(tactic["swap_ab"]) is not bool:
-        raise TypeError(f"path {tactic['path']!r}, swap_ab {tactic['swap_ab']!r} of {tactic}: path is decode or sorted, swap_ab a bool")
+    def product(side: str) -> ProductTile:
+        return ProductTile(
+            block_n=_number(tactic, f"{side}_n"),
+            block_k=_number(tactic, f"{side}_k"),
+            warps=_number(tactic, f"{side}_warps"),
+            stages=_number(tactic, f"{side}_stages"),
+            tma=_flag(tactic, f"{side}_tma"),
+            persistent=_flag(tactic, f"{side}_persistent"),
+        )
+
+    if tactic["path"] == "decode" and {name for name, _ in tactic.params} == _DECODE_FIELDS:
+        return DecodePlan(up=small("up"), down=small("down"))
+    if tactic["path"] != "sorted":
+        raise TypeError(f"path of {tactic} is {tactic['path']!r}; it must be 'decode' or 'sorted', with that path's parameters")
     return SortedPlan(
         block_m=_number(tactic, "block_m"),
         group_m=_number(tactic, "group_m"),
-        swap_ab=tactic["swap_ab"],
-        up=ProductTile(**side("up"), stages=_number(tactic, "up_stages")),
-        down=ProductTile(**side("down"), stages=_number(tactic, "down_stages")),
+        swap_ab=_flag(tactic, "swap_ab"),
+        up=product("up"),
+        down=product("down"),
     )
+
+
+# What follows was read off an H200 (docs/kernels.md has the rounds). "Rows" are the rows of one expert when routing is even.
 
 
 def _rows_per_expert(problem: MoEProblem, num_tokens: int) -> float:
@@ -275,38 +289,129 @@ def _rows_per_expert(problem: MoEProblem, num_tokens: int) -> float:
 
 def _defaults(problem: MoEProblem, bucket: Bucket) -> list[Tactic]:
     """The untuned choice and what replaces it where it can't run, in order."""
-    slots = bucket.high * problem.config.routing.slots
     rows = _rows_per_expert(problem, bucket.high)
-    if slots <= 32:
-        return [_decode((4, 512, 4), (8, 256, 4))]
-    if rows <= 24:
-        return [_sorted(16, (64, 128, 4, 4), (64, 128, 4, 4)), _sorted(16, (32, 64, 4, 3), (64, 64, 4, 3))]
-    if rows <= 96:
-        return [_sorted(64, (64, 64, 4, 4), (128, 64, 4, 4), group_m=8), _sorted(32, (64, 32, 4, 3), (64, 64, 4, 3), group_m=8)]
-    return [_sorted(128, (128, 64, 8, 4), (256, 64, 8, 4), group_m=8), _sorted(64, (64, 32, 4, 3), (128, 32, 4, 3), group_m=8)]
+    fp8 = problem.config.quant.weight == "fp8"
+    small_depth = problem.local_intermediate <= 256
+    if fp8 and (bucket.high <= 4 or rows <= 0.05) and problem.local_intermediate <= 1024:
+        up = (1, 512, 1) if small_depth or bucket.high == 1 else (2, 512, 1)
+        return [_decode(up, (4, 256, 1) if small_depth or bucket.high > 1 else (2, 512, 1))]
+    if not fp8 and (bucket.high <= 4 or rows <= 0.2):
+        wide = problem.local_intermediate >= 2048
+        return [_decode((1, 2048, 4) if wide else (1, 1024, 1), (4, 256, 1) if small_depth or wide else (2, 512, 2))]
+    return [tactic for limit, tactics in (_FP8 if fp8 else _PLAIN) if rows <= limit for tactic in tactics]
+
+
+# By rows at most: the default first, then what takes its place on cards or shapes without the copy engine.
+_PLAIN: tuple[tuple[float, tuple[Tactic, ...]], ...] = (
+    (8, (_sorted(16, (64, 128, 4, 3, ""), (128, 64, 4, 4, ""), swap_ab=True), _sorted(16, (32, 64, 4, 3, ""), (64, 64, 4, 3, "")))),
+    (28, (_sorted(32, (64, 128, 4, 3, "t"), (128, 64, 4, 4, "t")), _sorted(32, (64, 128, 4, 3, ""), (128, 64, 4, 4, "")))),
+    (
+        40,
+        (
+            _sorted(64, (128, 64, 8, 4, "t"), (256, 64, 8, 4, "tp"), group_m=8),
+            _sorted(64, (64, 64, 4, 4, ""), (128, 64, 4, 4, ""), group_m=8),
+        ),
+    ),
+    (
+        float("inf"),
+        (
+            _sorted(128, (128, 64, 8, 4, "t"), (256, 64, 8, 4, "tp"), group_m=8),
+            _sorted(128, (128, 64, 8, 4, ""), (256, 64, 8, 4, ""), group_m=8),
+            _sorted(64, (64, 32, 4, 3, ""), (128, 32, 4, 3, ""), group_m=8),
+        ),
+    ),
+)
+_FP8: tuple[tuple[float, tuple[Tactic, ...]], ...] = (
+    (
+        8,
+        (
+            _sorted(16, (64, 128, 4, 5, ""), (128, 64, 4, 6, "t"), swap_ab=True),
+            _sorted(16, (64, 128, 4, 4, ""), (128, 64, 4, 4, ""), swap_ab=True),
+        ),
+    ),
+    (
+        24,
+        (
+            _sorted(32, (64, 128, 4, 4, "t"), (128, 64, 4, 6, "t"), swap_ab=True),
+            _sorted(32, (64, 128, 4, 4, ""), (128, 64, 4, 4, ""), swap_ab=True),
+        ),
+    ),
+    (
+        100,
+        (
+            _sorted(64, (64, 128, 4, 4, "t"), (128, 64, 4, 5, "t"), group_m=8),
+            _sorted(64, (64, 128, 4, 3, ""), (128, 64, 4, 4, ""), group_m=8),
+        ),
+    ),
+    (
+        float("inf"),
+        (
+            _sorted(64, (128, 128, 8, 4, "t"), (128, 128, 4, 3, "t"), group_m=8),
+            _sorted(64, (64, 128, 4, 3, ""), (128, 64, 4, 4, ""), group_m=8),
+        ),
+    ),
+)
 
 
 def _worth_timing(problem: MoEProblem, bucket: Bucket) -> Iterator[Tactic]:
     """At most 24 tactics, the likely ones first."""
-    yield from _defaults(problem, bucket)
+    yield from _defaults(problem, bucket)[:1]
     slots = bucket.high * problem.config.routing.slots
     rows = _rows_per_expert(problem, bucket.high)
-    if slots <= 128:
-        for up in ((4, 512, 4), (8, 256, 4), (4, 256, 2)):
-            for down in ((4, 512, 4), (8, 256, 4), (4, 256, 2)):
-                yield _decode(up, down)
-    if slots > 8 and rows <= 48:
-        for up_n, up_k, stages in ((64, 128, 4), (32, 128, 5), (64, 64, 6)):
-            for down_n in (64, 128):
-                yield _sorted(16, (up_n, up_k, 4, stages), (down_n, 128, 4, 4))
-                yield _sorted(16, (64, up_k, 4, min(4, stages)), (down_n, 128, 4, 4), swap_ab=True)
-    if 12 < rows <= 160:
-        yield _sorted(32, (64, 128, 4, 4), (128, 64, 4, 4), group_m=4)
-        yield _sorted(64, (64, 64, 4, 4), (128, 64, 4, 4), group_m=8)
-        yield _sorted(64, (128, 64, 8, 4), (128, 64, 4, 4), group_m=8)
-    if rows > 48:
-        for group_m in (4, 16):
-            yield _sorted(64, (128, 64, 8, 4), (256, 64, 8, 4), group_m=group_m)
-            yield _sorted(128, (128, 64, 8, 3), (256, 64, 8, 3), group_m=group_m)
-            yield _sorted(128, (128, 64, 8, 4), (128, 64, 8, 4), group_m=group_m)
-            yield _sorted(128, (64, 64, 8, 4), (128, 64, 4, 4), group_m=group_m)
+    if problem.config.quant.weight == "fp8":
+        yield from _worth_timing_fp8(slots, rows)
+    else:
+        yield from _worth_timing_plain(slots, rows)
+    yield from _defaults(problem, bucket)[1:]
+
+
+def _worth_timing_plain(slots: int, rows: float) -> Iterator[Tactic]:
+    if slots <= 160 and rows <= 2:
+        for small_up in ((1, 1024, 1), (4, 256, 1), (1, 2048, 4))[: 3 if slots <= 40 else 2]:
+            for small_down in ((2, 512, 2), (4, 256, 1), (1, 512, 2), (8, 256, 4))[: 4 if slots <= 40 else 2]:
+                yield _decode(small_up, small_down)
+    if rows <= 20:
+        for up in ((64, 128, 4, 3, ""), (64, 128, 4, 4, "")):
+            for down in ((128, 128, 4, 3, ""), (128, 64, 4, 4, ""), (64, 128, 4, 5, "t")):
+                yield _sorted(16, up, down, swap_ab=True)
+        yield _sorted(16, (64, 128, 4, 4, "t"), (128, 64, 4, 6, "t"), swap_ab=True)
+        yield _sorted(16, (64, 128, 4, 4, "t"), (128, 128, 4, 3, "t"))
+        yield _sorted(16, (32, 256, 4, 3, ""), (128, 64, 4, 4, ""))
+    if 3 < rows <= 70:
+        yield _sorted(32, (64, 128, 4, 3, "t"), (128, 64, 4, 4, "t"))
+        yield _sorted(32, (64, 128, 4, 4, "t"), (128, 128, 4, 4, "t"), swap_ab=True)
+        yield _sorted(32, (64, 64, 4, 4, "t"), (128, 64, 4, 4, "t"), swap_ab=True)
+    if 12 <= rows <= 300:
+        yield _sorted(64, (128, 64, 8, 4, "t"), (256, 64, 8, 4, "tp"), group_m=8)
+        yield _sorted(64, (64, 64, 4, 4, "t"), (256, 64, 8, 4, "tp"), group_m=8)
+        yield _sorted(64, (64, 64, 4, 4, "t"), (128, 64, 4, 4, "t"), group_m=8)
+    if rows > 28:
+        for up in ((128, 64, 8, 4, "t"), (128, 64, 8, 3, "tp"), (64, 64, 4, 3, "t")):
+            for down in ((256, 64, 8, 4, "tp"), (256, 64, 8, 3, "tp")):
+                yield _sorted(128, up, down, group_m=8)
+        yield _sorted(128, (128, 64, 8, 4, "t"), (256, 64, 8, 4, "t"), group_m=8)
+        yield _sorted(128, (128, 64, 8, 4, "t"), (256, 64, 8, 3, "tp"), group_m=16)
+
+
+def _worth_timing_fp8(slots: int, rows: float) -> Iterator[Tactic]:
+    if slots <= 160 and rows <= 2:
+        for small_up in ((1, 512, 1), (2, 512, 1), (1, 1024, 1))[: 3 if slots <= 40 else 2]:
+            for small_down in ((2, 512, 1), (4, 256, 1), (2, 256, 1))[: 3 if slots <= 40 else 2]:
+                yield _decode(small_up, small_down)
+    if rows <= 20:
+        for up in ((64, 128, 4, 5, ""), (128, 128, 4, 4, "t"), (128, 128, 4, 4, "")):
+            for down in ((128, 64, 4, 6, "t"), (128, 128, 4, 5, "t"), (64, 128, 4, 6, "t")):
+                yield _sorted(16, up, down, swap_ab=True)
+    if 3 < rows <= 70:
+        yield _sorted(32, (64, 128, 4, 4, "t"), (128, 64, 4, 6, "t"), swap_ab=True)
+        for down in ((128, 64, 4, 6, "t"), (128, 128, 4, 5, "t")):
+            yield _sorted(32, (128, 128, 8, 4, "t"), down, swap_ab=True)
+    if rows >= 12:
+        for up in ((64, 128, 4, 4, "t"), (64, 128, 4, 3, "t")):
+            for down in ((128, 64, 4, 5, "t"), (64, 64, 4, 6, "t")):
+                yield _sorted(64, up, down, group_m=8)
+        for down in ((128, 128, 4, 3, "t"), (128, 128, 4, 4, "t"), (128, 64, 4, 5, "t")):
+            yield _sorted(64, (128, 128, 8, 4, "t"), down, group_m=8)
+    if rows > 60:
+        for up in ((64, 128, 8, 4, "t"), (64, 128, 8, 4, "")):
+            yield _sorted(128, up, (128, 64, 8, 5, "t"), group_m=8)

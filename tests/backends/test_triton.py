@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from moe_dist_kernels import Limits
 
 from moe_dist.backends.base import MoEProblem
 from moe_dist.backends.triton import TritonBackend, TritonConfig
@@ -49,7 +50,7 @@ def test_a_card_with_99_kb_gets_a_smaller_default(monkeypatch: pytest.MonkeyPatc
     """The prefill default needs 196,608 bytes of shared memory; such a card has 101,376 for a block."""
     problem, bucket = problem_of("qwen3-30b-a3b"), Bucket(4097, 8192)
     wide = BACKEND.default(problem, bucket, CPU)
-    monkeypatch.setattr("moe_dist_kernels.shared_memory_limit", lambda device: 101376)
+    monkeypatch.setattr(Limits, "of", lambda device: Limits(shared_bytes=101376, has_tma=False, processors=84))
     reason = BACKEND.why_not_tactic(problem, wide, bucket, CPU)
     assert reason is not None
     assert "196608 bytes of shared memory, a block has 101376" in reason
@@ -80,7 +81,7 @@ def _changed(tactic: Tactic, **params: object) -> Tactic:
         ({"down_stages": 9}, "stages 9 must be 1 to 8"),
         ({"up_n": 256}, "of shared memory, a block has 232448"),
         ({"block_m": "128"}, "block_m of .* is '128'; it must be an integer"),
-        ({"path": "scattered"}, "path is decode or sorted"),
+        ({"path": "scattered"}, "is 'scattered'; it must be 'decode' or 'sorted'"),
         ({"colour": 1}, "has parameters .*colour"),
     ],
 )

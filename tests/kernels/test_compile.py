@@ -89,8 +89,8 @@ def test_defaults_compile_without_spills(problem: MoEProblem, tokens: int, arch:
         assert used.stack_bytes <= STACK.get(name, 0), (name, used)
         assert used.shared_bytes <= SHARED_LIMIT[arch], (name, used)
         if isinstance(plan, SortedPlan) and name in ("up", "down"):
-            tile, weight_tiles = (plan.up, 2) if name == "up" else (plan.down, 1)
-            stated = tile.shared_bytes(block_m=plan.block_m, weight_tiles=weight_tiles, itemsize=2)
+            tile, planes = (plan.up, 2) if name == "up" else (plan.down, 1)
+            stated = tile.shared_bytes(block_m=plan.block_m, planes=planes, itemsize=2)
             assert used.shared_bytes <= stated + 1024, "the validity rule states at least what the compiler takes"
             wide = plan.block_m >= 64
             assert used.matrix_unit == (("wgmma" if arch == 90 else "tcgen05") if wide else "mma.sync")

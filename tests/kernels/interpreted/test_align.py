@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton
-from moe_dist_kernels.align import CHUNK, ONE_PROGRAM_SLOTS, Align, max_tiles
+from moe_dist_kernels.align import CHUNK, ONE_PROGRAM_SLOTS, Align, chunks, max_tiles
 
 
 def sort(
@@ -17,12 +16,12 @@ def sort(
     )
     count, device = ids.numel(), ids.device
     tiles = max(1, max_tiles(count, num_local, block_m))
-    chunks = max(1, triton.cdiv(count, CHUNK))
 
     def part(size: int) -> torch.Tensor:
         return torch.full((size,), -7, dtype=torch.int32, device=device)
 
-    at = {"cursor": part(chunks * num_local), "slots": part(count), "num_tiles": part(1)}
+    cursors = chunks(count) * num_local
+    at = {"cursor": part(cursors), "counts": part(cursors), "slots": part(count), "num_tiles": part(1)}
     at |= {name: part(tiles) for name in ("tile_expert", "tile_row", "tile_rows")}
     if device.type == "cpu":
         align(0, stream, count, ids, expert_map, at)
@@ -76,8 +75,9 @@ def test_worked_example(device: torch.device, stream: int) -> None:
         (1, 1),  # the least
         (129, 60),  # one past the smallest one-program kernel; experts no power of two
         (600, 257),  # the middle one; 257 pads to 512
-        (CHUNK + 1, 1025),  # two pieces of the one-program sort; most experts empty or nearly
-        (ONE_PROGRAM_SLOTS + 3, 8),  # three launches, a last chunk of 3 slots
+        (ONE_PROGRAM_SLOTS, 1025),  # the most that one program takes; many experts empty
+        (CHUNK * 3 + 3, 8),  # two launches, a last chunk of 3 slots
+        (ONE_PROGRAM_SLOTS + 1, 1025),  # counts of two chunks over more experts than a step of the sum takes rows of
     ],
 )
 def test_every_slot_lands_once(count: int, num_local: int, dtype: torch.dtype, device: torch.device, stream: int) -> None:

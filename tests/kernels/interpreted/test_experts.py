@@ -25,6 +25,13 @@ SWAPPED = SortedPlan(
     up=ProductTile(block_n=64, block_k=16, warps=4, stages=2),
     down=ProductTile(block_n=64, block_k=32, warps=4, stages=2),
 )
+COPIED = SortedPlan(  # by the copy engine, and programs that walk several tiles
+    block_m=16,
+    group_m=2,
+    swap_ab=False,
+    up=ProductTile(block_n=16, block_k=32, warps=4, stages=2, tma=True, persistent=True),
+    down=ProductTile(block_n=32, block_k=16, warps=4, stages=2, tma=True, persistent=True),
+)
 PLANS = [pytest.param(DECODE, id="decode"), pytest.param(PLAIN, id="plain"), pytest.param(SWAPPED, id="swapped")]
 BOUND = {torch.float32: 1e-5, torch.float16: 4e-3}  # rounding of the dtype through two products
 
@@ -127,6 +134,92 @@ def test_worked_example_of_the_two_products(plan: Plan, device: torch.device) ->
 def test_agrees_with_truth(plan: Plan, dtype: torch.dtype, case: dict[str, Any], device: torch.device) -> None:
     got, truth = one(plan, device, dtype=dtype, **case)
     assert relative_error(got, truth) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"tokens": 5, "hidden": 48, "inter": 40},  # rows of 16-byte multiples, as the copy engine needs; blocks are cut
+        {"tokens": 40, "experts": 3, "top_k": 1, "inter": 16},  # a tile past an expert's end reads the next one's rows
+        {"tokens": 2, "experts": 60, "top_k": 8, "kind": "relu2", "finalize": False},
+    ],
+    ids=str,
+)
+def test_the_copy_engine_brings_the_same(case: dict[str, Any], device: torch.device) -> None:
+    got, truth = one(COPIED, device, **case)
+    assert relative_error(got, truth) < 1e-5
+
+
+def test_the_copy_engine_refuses_rows_that_it_can_not_move(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="up product: rows of 50 x 4 bytes are no multiple of the 16 bytes"):
+        one(COPIED, device, hidden=50)
+
+
+FP8 = {  # weights in blocks of 128 x 128; up's block_n is the group of columns that act's scales cover
+    "decode": DecodePlan(up=DecodeTile(block_n=16, block_k=128, warps=4), down=DecodeTile(block_n=16, block_k=128, warps=4)),
+    "plain": SortedPlan(
+        block_m=16,
+        group_m=2,
+        swap_ab=False,
+        up=ProductTile(block_n=64, block_k=128, warps=4, stages=2),
+        down=ProductTile(block_n=64, block_k=64, warps=4, stages=2),
+    ),
+    "swapped": SortedPlan(
+        block_m=16,
+        group_m=1,
+        swap_ab=True,
+        up=ProductTile(block_n=128, block_k=128, warps=4, stages=2, tma=True),
+        down=ProductTile(block_n=128, block_k=128, warps=4, stages=2, tma=True, persistent=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize(
+    ("hidden", "inter", "kind"),
+    [
+        (256, 128, "swiglu"),  # whole scale blocks
+        (208, 256, "swiglu"),  # a partial last block of columns in w13 and of rows in w2
+        (128, 128, "relu2"),  # no gate
+    ],
+)
+def test_fp8_blocks(name: str, hidden: int, inter: int, kind: str, device: torch.device) -> None:
+    """Scales lie between 0.5 and 1.5, each its own: one taken from a neighbouring block is far outside the bound.
+
+    The small path multiplies in fp32. The others quantise rows to fp8, 3 bits of mantissa: 4% through two products, and
+    9% under the interpreter, which rounds towards zero.
+    """
+    torch.manual_seed(hidden + inter)
+    experts, tokens, rows = 3, 4, inter * (2 if kind == "swiglu" else 1)
+
+    def blocks(size: int) -> int:
+        return -(-size // 128)
+
+    x = torch.randn(tokens, hidden)
+    w13 = (torch.randn(experts, rows, hidden) * 0.2).to(torch.float8_e4m3fn)
+    w2 = (torch.randn(experts, hidden, inter) * 0.2).to(torch.float8_e4m3fn)
+    s13 = torch.rand(experts, blocks(rows), blocks(hidden)) + 0.5
+    s2 = torch.rand(experts, blocks(hidden), blocks(inter)) + 0.5
+    ids = torch.tensor([[0, 1], [2, 1], [-1, 2], [1, 1]], dtype=torch.int32)
+    weights = torch.rand(tokens, 2)
+    shape = ExpertsShape(dtype=torch.float32, hidden=hidden, inter=inter, slots=2, num_local=experts, map_size=None, kind=kind, fp8=True)
+    layer = Experts(shape, FP8[name], w13=w13.to(device), w2=w2.to(device), w13_scale=s13.to(device), w2_scale=s2.to(device))
+    out = torch.full((tokens, hidden), torch.nan, device=device)
+    layer(x.to(device), out, ids=ids.to(device), weights=weights.to(device))
+
+    def plain(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        return w.float() * wide[:, : w.shape[1], : w.shape[2]]
+
+    truth = experts_truth(x, plain(w13, s13), plain(w2, s2), ids, weights, kind=kind).sum(1)
+    bound = 1e-5 if name == "decode" else 0.12 if device.type == "cpu" else 0.05
+    assert relative_error(out.cpu(), truth) < bound
+
+
+def test_fp8_needs_scale_blocks_that_gate_and_up_share(device: torch.device) -> None:
+    shape = ExpertsShape(dtype=torch.float32, hidden=128, inter=64, slots=1, num_local=1, map_size=None, kind="swiglu", fp8=True)
+    with pytest.raises(ValueError, match="intermediate size 64 is no multiple of 128"):
+        Experts(shape, FP8["decode"], w13=torch.zeros(1, device=device), w2=torch.zeros(1, device=device))
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -1,4 +1,4 @@
-"""Routing against torch: the docstring's example, then each scoring, grouping and odd size once."""
+"""What is done row by row before the products: routing against torch, each scoring, grouping and odd size once; quantising."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from moe_dist_kernels.quantise import quantise_blocks, quantise_launch
 from moe_dist_kernels.routing import route_launch
 
 from moe_dist.backends.routing import route
@@ -66,6 +67,21 @@ def test_equals_torch(routing: RoutingConfig, device: torch.device, stream: int)
     got_ids, got_weights = run(logits, routing, stream, bias)
     assert torch.equal(got_ids, ids)
     torch.testing.assert_close(got_weights, weights)
+
+
+def test_quantise_worked_example(device: torch.device, stream: int) -> None:
+    """A group of [1, -2, 0, ...]: scale 2/448, q [224, -448, 0, ...]; a row of two groups, the second all zero."""
+    x = torch.zeros(1, 256, device=device)
+    x[0, :2] = torch.tensor([1.0, -2.0], device=device)
+    q = torch.full((1, 256), 0xFF, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    scale = torch.full((1, 2), torch.nan, device=device)
+    arguments: list[Any] = [x, q, scale]
+    if device.type == "cuda":
+        arguments = [tensor.data_ptr() for tensor in arguments]
+    quantise_launch(dtype=torch.float32, hidden=256, pdl=False)(quantise_blocks(256), 0, stream, *arguments, 1)
+    assert q.float()[0, :3].tolist() == [224.0, -448.0, 0.0]
+    assert not q.float()[0, 3:].any()
+    torch.testing.assert_close(scale.cpu(), torch.tensor([[2 / 448, 1e-10 / 448]]))
 
 
 def test_ties_go_to_the_lower_id(device: torch.device, stream: int) -> None:
