@@ -20,7 +20,7 @@ export OMP_NUM_THREADS
 # Tests of a served engine run in environments of their own. A target named here runs at the end of `make test`.
 ENGINE_TESTS := test-sglang test-vllm
 
-.PHONY: help tune test test-fast test-sglang test-vllm check format clean
+.PHONY: help tune test test-fast test-sglang test-vllm test-vllm-tree check format clean
 
 help:
 	@echo 'make tune       tune OLMoE-1B-7B on two CPU ranks'
@@ -72,6 +72,12 @@ $(VENV)/.test: $(VENV)/.core
 .venv-sglang/.ready: tests/plugins/sglang/environment.sh tests/plugins/sglang/requirements.txt pyproject.toml constraints.txt
 	tests/plugins/sglang/environment.sh $(PYTHON) .venv-sglang
 	@touch $@
+
+# The same over the Python of a later vLLM, which has no build for CPUs yet: make test-vllm-tree VLLM_TREE=0.33.0
+VLLM_TREE ?= 0.33.0
+test-vllm-tree: .venv-vllm/.ready
+	.venv-vllm/bin/python tests/plugins/vllm/make_env.py .venv-vllm --tree $(VLLM_TREE)
+	PYTHONPATH=$(CURDIR)/.venv-vllm/tree VLLM_TARGET_DEVICE=cpu .venv-vllm/bin/python -m pytest -q -m engine tests/plugins/vllm
 
 .venv-vllm/.ready: tests/plugins/vllm/make_env.py pyproject.toml constraints.txt
 	$(PYTHON) tests/plugins/vllm/make_env.py .venv-vllm

@@ -6,6 +6,7 @@ a weight pack, and say which group runs in step and which token counts will run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -23,6 +24,8 @@ from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT
 from moe_dist.layer import MoELayer
 from moe_dist.operation import MoEOperation
 from moe_dist.settings import ServingSettings
+from moe_dist.stores.codec import Malformed, decode_epoch
+from moe_dist.stores.open import open_store
 from moe_dist.tensors import MoEActivationPack, MoEWeightPack
 from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.problem import Bucket, BucketLadder, Epoch, Winner, digest
@@ -165,6 +168,20 @@ def untuned_layer(config: MoEConfig, device: torch.device, extra_backends: Seque
         ours = [option for option in find_backends(config, device) if option.name != ReferenceBackend.name]
         config = dataclasses.replace(config, backends=BackendOptions((*(backend.config_type() for backend in extra_backends), *ours)))
     return MoELayer(extra_backends=extra_backends, **config)
+
+
+def stored_epochs(url: str) -> list[Epoch]:
+    """The newest readable epoch of every deployment in a store, by deployment. StoreError: the URL has no meaning."""
+    store = open_store(url)
+    try:
+        newest: dict[str, Epoch] = {}
+        for key in store.list("epochs"):  # rising, so that the last readable one of a deployment stays
+            with contextlib.suppress(Malformed):
+                found, _ = decode_epoch(store.get(key) or b"")
+                newest[found.deployment] = found
+        return [newest[deployment] for deployment in sorted(newest)]
+    finally:
+        store.close()
 
 
 def _passes(

@@ -19,10 +19,17 @@ from moe_dist.stores.open import open_store
 
 HELP = "say what is installed, which devices and backends there are, and whether the store can be used"
 DISTRIBUTIONS = ("moe-dist", "torch", "triton", "msgpack", "redis", "nvidia-ml-py", "vllm", "sglang", "flashinfer-python")
+REPORTS = "moe_dist.doctor"  # entry points: `report(store, model, tp, ep, max_tokens)` gives a plugin's lines
 SMALL = MoEConfig(routing=RoutingConfig(8, 2), experts=ExpertConfig(hidden_size=256, intermediate_size=256))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    known = sorted(point.name for point in importlib.metadata.entry_points(group=REPORTS))
+    parser.add_argument("framework", nargs="?", choices=known, help="say also how it stands with this framework's plugin")
+    parser.add_argument("--model", help="of the framework's commands that tune")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that cut every expert (default 1)")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share out the experts (default 1)")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="the largest token count of a step (default 8192)")
     parser.add_argument("--store", help="folder or URL (default: $MOE_DIST_STORE, else the user's cache)")
 
 
@@ -37,6 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
     for device in devices[:2]:
         for name, reason in explain_backends(SMALL, device).items():
             print(f"backend {name} on {device.type}: {'runs a small bf16 layer' if reason is None else reason}")
+    for point in importlib.metadata.entry_points(group=REPORTS):
+        if point.name == arguments.framework:
+            for line in point.load()(arguments.store, arguments.model, arguments.tp, arguments.ep, arguments.max_tokens):
+                print(line)
     return _check_store(arguments.store or default_store())
 
 

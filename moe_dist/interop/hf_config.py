@@ -92,7 +92,8 @@ class ModelShape:
         """One MoE layer of this model, cut over tp_size x ep_size ranks.
 
         dtype: of activations and output; None: the checkpoint's. quant: a name of `QUANT_NAMES`; None: the checkpoint's.
-        routed: calls bring topk_ids and topk_weights, so the routing need not be describable; sizes alone then count.
+        routed: calls bring topk_ids and topk_weights, as a serving engine's do: the routing need not be describable, and sizes alone
+            count, here as in the plugins' keys.
         ConfigError: a size doesn't divide, or routing or weight format can't be described.
         """
         if self.routing is None and not routed:
@@ -107,7 +108,7 @@ class ModelShape:
         stored = self.quant or QuantConfig()
         execution = ExecutionConfig() if tune_max_num_tokens is None else ExecutionConfig(tune_max_num_tokens=tune_max_num_tokens)
         return MoEConfig(
-            routing=self.routing or RoutingConfig(self.num_experts, self.top_k),
+            routing=self.routing if self.routing is not None and not routed else RoutingConfig(self.num_experts, self.top_k),
             experts=self.experts,
             quant=dataclasses.replace(weights, dtype=dtype or stored.dtype),
             activation=self.activation,

