@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from moe_dist_vllm.compat import NEEDS, Need, problems
+from moe_dist_vllm.doctor import report
 from vllm_engines import environment
 
 
@@ -90,3 +91,16 @@ def test_a_moved_vllm_gets_one_error_and_no_patch(tmp_path: Path) -> None:
         in line
     )
     assert "invalid choice: 'moe_dist'" in said
+
+
+def test_doctor_speaks_where_there_is_no_vllm_and_no_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name in ("MOE_DIST_STORE", "MOE_DIST_TUNE", "MOE_DIST_UNSERVED"):
+        monkeypatch.delenv(name, raising=False)
+    lines = list(report(str(tmp_path), None, tp=2, ep=2, max_tokens=6))
+    assert lines[0] == "vllm: not installed here"
+    assert lines[1].startswith(f"settings: tune tune, store {tmp_path}, budget 120 s, ")
+    assert lines[2] == f"tuned: {tmp_path} holds no epoch of a vLLM deployment"
+    # vLLM has one size for both: its experts are shared out over the ranks that tensor parallelism names.
+    assert "--moe-backend=moe_dist --tensor-parallel-size=4 --enable-expert-parallel --max-num-batched-tokens=6;" in lines[3]
+    assert "torchrun --nproc-per-node=4 -m moe_dist.tune --model MODEL --tp 2 --ep 2 --routed --buckets 1,2,4,6 --policy eager" in lines[4]
