@@ -10,10 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.layers.moe.moe_runner.runner import MoeRunner, register_moe_runner_core
-from sglang.srt.layers.moe.utils import get_moe_runner_backend
+from sglang.srt.layers.moe.utils import MoeRunnerBackend, get_moe_runner_backend, resolve_moe_runner_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_flags
 from sglang.srt.server_args import add_moe_runner_backend_choices
 
+import moe_dist as md
+from moe_dist.settings import serving_settings
 from moe_dist_sglang import serve
 from moe_dist_sglang.layers import NAME, layer_config, unserved
 from moe_dist_sglang.runner import MoEDistRunnerCore
@@ -43,8 +46,17 @@ def create_moe_runner(original: Hook, method: Any, layer: Any, moe_runner_config
         return
     try:
         layer_config(layer, method)
-    except ValueError as error:  # sizes that don't fit
-        raise unserved(f"{layer.layer_name}: {error}") from error
+    except (md.UnsupportedBackend, md.ConfigError) as error:
+        reason = f"{layer.layer_name}: {error.reason if isinstance(error, md.UnsupportedBackend) else error}"
+        if serving_settings().unserved == "error":
+            raise unserved(reason) from error
+        flags = get_flags().moe
+        flags.runner_backend = MoeRunnerBackend.AUTO
+        try:
+            original(method, layer, moe_runner_config)
+        finally:
+            flags.runner_backend = resolve_moe_runner_backend(NAME)
+        return
     method.moe_runner_config = moe_runner_config
     method.runner = MoeRunner(get_moe_runner_backend(), moe_runner_config)
 

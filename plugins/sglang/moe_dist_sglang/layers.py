@@ -5,6 +5,7 @@ Owns what moe_dist serves of SGLang. Reads layers and SGLang's settings, changes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ METHODS = (UnquantizedFusedMoEMethod, Fp8MoEMethod)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def unserved(reason: str) -> md.UnsupportedBackend:
-    """The error that ends start-up with `reason`."""
-    return md.UnsupportedBackend(NAME, reason)
+def unserved(reason: str, reasons: Mapping[str, str | None] | None = None) -> md.UnsupportedBackend:
+    """The error that ends start-up with `reason`, and each backend's own where none can run the layer."""
+    return md.UnsupportedBackend(NAME, reason, reasons)
 
 
 def why_not(layer: Any, method: Any) -> str | None:
@@ -90,7 +91,9 @@ def layer_config(layer: Any, method: Any) -> md.MoEConfig:
         else md.QuantConfig(dtype=dtype),
         activation=_activation(runner),
         parallel=md.ParallelConfig(tp_size=layer.moe_tp_size, ep_size=layer.moe_ep_size),
-        execution=md.ExecutionConfig(do_finalize=not runner.no_combine),
+        execution=md.ExecutionConfig(
+            do_finalize=not runner.no_combine, batch_invariant=bool(get_exec().deterministic.enable_deterministic_inference)
+        ),
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
-from engines import PROMPTS
+import sglang_models as models
+from sglang_engines import PROMPTS
 
 
 @pytest.fixture(scope="session")

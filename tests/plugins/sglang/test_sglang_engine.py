@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
-from engines import PROMPTS, environment, post, run_engine, run_server
+import sglang_models as models
+from sglang_engines import PROMPTS, START_S, Ended, environment, post, run_engine, run_server
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(2 * START_S + 60)]
 
 LAYERS = 2
 STEPS = models.NEW_TOKENS  # forward passes: one for the prompts together, one for each further token
@@ -24,7 +24,8 @@ def require_equal(results: Sequence[dict[str, Any]], truth: Sequence[dict[str, A
 
 
 def test_server_answers_as_the_model(tmp_path: Path, model: Path, truth: list[dict[str, Any]]) -> None:
-    with run_server(tmp_path, model, environment(tmp_path)) as (url, _):
+    """Untuned, so that every call of our core runs the default: SGLang's own experts."""
+    with run_server(tmp_path, model, environment(tmp_path, MOE_DIST_TUNE="off")) as (url, log):
         results = post(
             f"{url}/generate",
             {
@@ -34,18 +35,46 @@ def test_server_answers_as_the_model(tmp_path: Path, model: Path, truth: list[di
                 "logprob_start_len": 0,
             },
         )
+        said = log.read_text()
     require_equal(results, truth, 1e-4)
     (counts,) = [path.read_text() for path in (tmp_path / "counts").iterdir()]
-    assert counts == f"core={LAYERS * STEPS} native=0"
+    assert counts == f"core={LAYERS * STEPS} native={LAYERS * STEPS}"
+    assert "first model.layers.0.mlp.experts: eager 1-16: sglang(runner=torch) [default]" in said
+    assert f"{LAYERS} layers run the defaults: tuning is off" in said
 
 
-# Tensor parallel alone cuts every expert; expert parallel on top leaves experts whole, on one rank each.
-@pytest.mark.parametrize("ep_size", [1, 2])
-def test_two_ranks_answer_as_the_model(tmp_path: Path, model: Path, truth: list[dict[str, Any]], ep_size: int) -> None:
-    ended = run_engine(tmp_path, model, environment(tmp_path), tp_size=2, ep_size=ep_size)
+def epochs(ended: Ended, store: str) -> list[tuple[str, str]]:
+    """(epoch, candidates timed) of each rank, as its log says."""
+    return ended.found(rf"{LAYERS} layers serve epoch (\d+ \(\w+\)) of {store}; (\d+) candidates timed")
+
+
+def test_tensor_parallel_ranks_tune_together_and_answer_as_the_model(tmp_path: Path, model: Path, truth: list[dict[str, Any]]) -> None:
+    ended = run_engine(tmp_path, model, environment(tmp_path), tp_size=2)
     assert ended.results, ended.log[-3000:]
     require_equal(ended.results, truth, 1e-4)
-    assert ended.counts == ({"core": LAYERS * STEPS, "native": 0},) * 2
+    assert [counts["core"] for counts in ended.counts] == [LAYERS * STEPS] * 2
+    (epoch, measured), other = epochs(ended, "memory:")
+    assert (epoch, measured) == other
+    assert epoch.startswith("1 ")
+    assert int(measured) > 0
+
+
+def test_expert_parallel_ranks_measure_nothing_at_their_second_start(tmp_path: Path, model: Path, truth: list[dict[str, Any]]) -> None:
+    store = str(tmp_path / "store")
+    starts = []
+    for start in ("cold", "warm"):
+        folder = tmp_path / start
+        folder.mkdir()
+        ended = run_engine(folder, model, environment(folder, store), tp_size=2, ep_size=2)
+        assert ended.results, ended.log[-3000:]
+        require_equal(ended.results, truth, 1e-4)
+        assert [counts["core"] for counts in ended.counts] == [LAYERS * STEPS] * 2
+        starts.append(epochs(ended, store))
+    cold, warm = starts
+    assert len(set(cold)) == len(set(warm)) == 1
+    assert len(cold) == len(warm) == 2
+    assert int(cold[0][1]) > 0
+    assert warm[0] == (cold[0][0], "0")  # the same table, and nothing timed
 
 
 def test_block_fp8_experts_answer_as_their_dequantised_copy(tmp_path: Path, model: Path, truth: list[dict[str, Any]]) -> None:
@@ -55,7 +84,8 @@ def test_block_fp8_experts_answer_as_their_dequantised_copy(tmp_path: Path, mode
     dequantised = models.truth(plain, PROMPTS)
     assert [answer["tokens"] for answer in dequantised] != [answer["tokens"] for answer in truth]  # fp8 shows
     require_equal(ended.results, dequantised, 0.02)
-    assert ended.counts == ({"core": LAYERS * STEPS, "native": 0},)
+    assert ended.counts == ({"core": LAYERS * STEPS, "native": 0},)  # SGLang has no fp8 experts on a CPU: all of it is ours
+    assert int(epochs(ended, "memory:")[0][1]) > 0
 
 
 def test_without_the_plugin_the_choice_is_refused(tmp_path: Path, model: Path) -> None:
@@ -85,7 +115,7 @@ def test_a_plugin_that_fails_at_import_is_no_choice(tmp_path: Path, model: Path)
 
 
 def test_a_layer_with_another_runner_ends_start_up(tmp_path: Path, model: Path) -> None:
-    """Some other plugin, or a release of SGLang that goes another way, gives a layer Triton after all."""
+    """Some other plugin, or a release of SGLang that goes another way, gives layer 1 Triton after all."""
     ended = run_engine(tmp_path, model, environment(tmp_path, MOE_DIST_TEST_STEAL="1"))
     assert not ended.results
     assert ended.returncode != 0

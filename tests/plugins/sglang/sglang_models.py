@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import NEW_TOKENS
+from sglang_engines import NEW_TOKENS
 
 BLOCK = 128  # one scale an expert matrix: the intermediate size is one block, so the fp8 model runs on one TP rank
 FP8_MAX = 448.0

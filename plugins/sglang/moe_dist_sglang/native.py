@@ -1,0 +1,90 @@
+"""SGLang's own experts as a backend: the pool's default, so that tuning can only win over what SGLang would have run.
+
+On CUDA that is its Triton runner, elsewhere its plain torch loop, for unquantised weights. One instance belongs to one layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+from sglang.srt.layers.moe.moe_runner.triton import fused_experts_none_to_triton
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+import moe_dist as md
+
+ON_CPU = {"swiglu"}  # the activations of the torch loop that ours knows, without limit or alpha
+
+
+@dataclasses.dataclass(frozen=True)
+class SGLangConfig(md.BackendConfig):
+    """SGLang's own experts, without parameters."""
+
+    name = "sglang"
+
+
+class SGLangBackend(md.Backend):
+    """`layer`: the `FusedMoE` whose loaded weights are those of every `BoundLayer` that it is bound to. `method`: its quantisation method."""
+
+    name = "sglang"
+    config_type = SGLangConfig
+
+    def __init__(self, layer: Any, method: Any) -> None:
+        self._layer, self._method = layer, method
+        # Neither in place nor scaled: the core has scaled the router's weights, and the input is the caller's.
+        self._config = dataclasses.replace(layer.moe_runner_config, inplace=False, routed_scaling_factor=None)
+
+    def why_not(self, problem: md.MoEProblem, device: torch.device, params: md.BackendConfig) -> str | None:
+        config = problem.config
+        if not config.execution.do_finalize or config.execution.batch_invariant or config.execution.deterministic:
+            return "SGLang's experts are in the pool for summed results without a promise of equal bits"
+        if device.type == "cuda":
+            return None
+        if config.quant.weight is not None:
+            return f"SGLang's torch experts have no product for {config.quant.weight} weights"
+        if config.routing.weight_on_input:
+            return "SGLang's torch experts don't apply the router's weight to the input"
+        if config.activation.kind not in ON_CPU or config.activation.limit is not None or config.activation.alpha != 1.0:
+            return f"SGLang's torch experts don't compute {config.activation}"
+        return None
+
+    def tactics(self, problem: md.MoEProblem, bucket: md.Bucket, device: torch.device, params: md.BackendConfig) -> Sequence[md.Tactic]:
+        return [self.default(problem, bucket, device)]
+
+    def default(self, problem: md.MoEProblem, bucket: md.Bucket | None, device: torch.device) -> md.Tactic:
+        return md.Tactic.of(self.name, runner="triton" if device.type == "cuda" else "torch")
+
+    def bind(self, layer: md.BoundLayer, tactic: md.Tactic) -> Callable[[md.MoEActivationPack, torch.Tensor], md.Tactic]:
+        expert_map, experts = layer.expert_map, layer.num_local_experts
+        experts_of = self._triton if tactic["runner"] == "triton" else self._torch
+
+        def run(acts: md.MoEActivationPack, out: torch.Tensor) -> md.Tactic:
+            assert acts.topk_ids is not None
+            assert acts.topk_weights is not None
+            ids = acts.topk_ids
+            if expert_map is not None:
+                ids = expert_map[ids.clamp_min(0).long()].masked_fill(ids < 0, -1)
+            out.copy_(experts_of(acts.hidden_states, acts.topk_weights, ids.masked_fill(ids >= experts, -1)))
+            return tactic
+
+        return run
+
+    def _triton(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        dispatched = StandardDispatchOutput(x, None, StandardTopKOutput(weights, ids.int(), weights))
+        combined = fused_experts_none_to_triton(dispatched, self._method.get_triton_quant_info(self._layer), self._config)
+        result: torch.Tensor = combined.hidden_states
+        return result
+
+    def _torch(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        # The loop takes neither empty slots nor an expert twice in a row: each filled slot becomes a row of its own.
+        sums = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        token, slot = (ids >= 0).nonzero(as_tuple=True)
+        if token.numel():
+            one = torch.ones(token.shape[0], 1, device=x.device)
+            rows = moe_forward_native(self._layer, x[token], StandardTopKOutput(one, ids[token, slot][:, None], one), self._config)
+            sums.index_add_(0, token, rows.float() * weights[token, slot][:, None])
+        return sums
