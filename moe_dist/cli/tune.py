@@ -192,17 +192,24 @@ class Interrupted(BaseException):
 
 
 class _Interrupts:
-    """Raises once at the first signal. Python drops what is raised inside a finaliser, so `check` raises it again."""
+    """Raises `Interrupted` at the first signal, but not between a pass's commit and its report: what is committed is reported.
+
+    `held` puts the exception off until `check`; a second signal does not wait. Python drops what is raised inside a finaliser,
+    so `check` also raises what was lost there.
+    """
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self.held = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.number is None:
-            self.number = number
+        first, self.number = self.number is None, number
+        if self.held != first:  # the first when nothing is held, the second when something is
+            self.held = False
             raise Interrupted(number)
 
     def check(self) -> None:
+        self.held = False
         if self.number is not None:
             raise Interrupted(self.number)
 
@@ -227,7 +234,10 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
     progress = Progress(len(buckets) * len(job.policy.modes(job.device.type)), shown=job.ranks.rank == 0 and sys.stderr.isatty())
 
     def on_progress(event: ProgressEvent) -> None:
-        interrupts.check()
+        if event.phase in ("commit", "done"):
+            interrupts.held = True
+        else:
+            interrupts.check()
         progress.update(event)
 
     try:
@@ -255,14 +265,16 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
             tuner.reload()  # what this deployment has tuned before stays in its table
             for bucket in buckets:
                 result.reports.append(tuner.run_pass([bucket]))
+                interrupts.check()
                 progress.next_pass(len(result.reports[-1].rows))
             result.diverged = count_diverged(result.reports, group)
     except Interrupted as interrupted:
         result.error = f"ended by {interrupted}"
         result.exit_code = 128 + interrupted.number
     except GroupError as error:
-        result.error = str(error)
-        result.exit_code = 1
+        number = interrupts.number  # a signal that was put off, while a peer left by its own
+        result.error = str(error) if number is None else f"ended by {Interrupted(number)}"
+        result.exit_code = 1 if number is None else 128 + number
     except (MemoryError, torch.OutOfMemoryError) as error:
         # This rank's own end, which only it can tell of: peers say that it withdrew.
         print(f"moe-dist: rank {job.ranks.rank} ran out of memory: {str(error).partition(chr(10))[0]}", file=sys.stderr)
