@@ -27,7 +27,7 @@ from moe_dist.config import (
     QuantConfig,
     RoutingConfig,
 )
-from moe_dist.errors import InputError, TunerStateError
+from moe_dist.errors import InputError, TunerStateError, UnsupportedBackend
 from moe_dist.operation import MoEOperation
 from moe_dist.tensors import MoEActivationPack, MoEWeightPack
 from moe_dist.tuning.context import current_tuner
@@ -147,13 +147,15 @@ class MoELayer:
         """As `moe_layer`, with the tactic that the epoch holds for `mode` and this token count.
 
         mode: how the caller executes this call, "eager" or "cuda_graph". group_tokens: a token count that the caller
-        guarantees equal on all ranks; without it no collective tactic is eligible.
+        guarantees equal on all ranks; without it, or once the tuner's group is dead, no collective tactic is eligible.
         """
         acts, weights = tensors
         routed = acts.router_logits is None
         serving = self._serving_for(weights, routed)
         self._last_routed = routed
         num_tokens = _check_call(serving.layer, acts)
+        if group_tokens is not None and self.tuner is not None and self.tuner.group.dead:
+            group_tokens = None  # nobody is sure to answer: what needs no peer runs
         served = serving.pick(num_tokens, mode, group_tokens)
         if num_tokens > serving.max_num_tokens and not self._beyond_reported and self.tuner is not None:
             self._beyond_reported = True
@@ -248,6 +250,8 @@ class _Serving:
                     raise TunerStateError(f"this rank can't run the collective winner {chosen} of {bucket} tokens: {reason}; tune again")
                 collective.update(dict.fromkeys(counts, self._ready(chosen)))
                 chosen = winner.default  # what calls without group_tokens run
+                if chosen.collective:
+                    continue  # they keep the layer's own default, which is not
             if (reason := self._why_not(chosen, bucket)) is not None:
                 logger.warning("%s is left out for %s tokens, the layer's default runs: %s", chosen, bucket, reason)
             else:
@@ -261,7 +265,12 @@ class _Serving:
 
     def _default(self, bucket: Bucket | None) -> _Served:
         backend = next(iter(self._backends.values()))
-        return self._ready(backend.default(self.layer.problem, bucket, self.device))
+        tactic = backend.default(self.layer.problem, bucket, self.device)
+        if tactic.collective:
+            raise UnsupportedBackend(
+                backend.name, f"its default {tactic} talks to peers, and calls without group_tokens need one that does not"
+            )
+        return self._ready(tactic)
 
     def _ready(self, tactic: Tactic) -> _Served:
         if tactic not in self._runners:

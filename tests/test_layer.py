@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import moe_dist as md
+from moe_dist.distributed.group import RankGroup
 from moe_dist.tuning.problem import Cell, Epoch, Operation, Winner
 from tests.backends.native import NATIVE, NativeBackend, NativeConfig
 from tests.backends.oracle import error_of, make_case, oracle
@@ -37,6 +38,7 @@ class FakeTuner:
     def __init__(self, winners: Mapping[md.Bucket, md.Tactic], *, routed: bool = True, config: md.MoEConfig = CONFIG) -> None:
         self.problem = md.MoEProblem.of(config, routed=routed).key()
         self.records: list[Operation] = []
+        self.group = RankGroup.alone()
         self.serve(winners)
 
     def serve(self, winners: Mapping[md.Bucket, md.Tactic]) -> None:
@@ -406,6 +408,26 @@ def test_collective_tactics_need_group_tokens() -> None:
     assert layer(batch(5), group_tokens=8).unique().tolist() == [1.0]
     layer(batch(5), group_tokens=9)  # the winner there is not collective: this rank's own count chooses
     assert extra.tokens == [5]
+
+
+def test_a_dead_group_serves_no_collective_tactic() -> None:
+    extra = NativeBackend(MEET)
+    layer, tuner = tuned({md.Bucket(1, 8): MEET}, extra_backends=[extra])
+    tuner.group.dead = "rank 1 lost"
+    layer(batch(5), group_tokens=8)
+    assert extra.tokens == []  # the agreed default, which is not collective, ran
+
+
+def test_a_default_that_is_collective_is_refused() -> None:
+    class Meeting(NativeBackend):
+        def default(self, problem: md.MoEProblem, bucket: md.Bucket | None, device: torch.device) -> md.Tactic:
+            return MEET
+
+    layer, _ = tuned({}, extra_backends=[Meeting()], backends=NativeConfig())
+    with pytest.raises(
+        md.UnsupportedBackend, match="its default native talks to peers, and calls without group_tokens need one that does not"
+    ):
+        layer(batch(5))
 
 
 def test_a_rank_without_tokens_still_meets_its_peers() -> None:
