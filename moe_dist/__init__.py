@@ -26,6 +26,7 @@ from moe_dist.config import MoEConfig as MoEConfig
 from moe_dist.config import ParallelConfig as ParallelConfig
 from moe_dist.config import QuantConfig as QuantConfig
 from moe_dist.config import RoutingConfig as RoutingConfig
+from moe_dist.errors import CallsDiffer as CallsDiffer
 from moe_dist.errors import ConfigError as ConfigError
 from moe_dist.errors import DeviceLost as DeviceLost
 from moe_dist.errors import GroupError as GroupError

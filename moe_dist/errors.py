@@ -13,6 +13,7 @@ MoEDistError
         ├── SettingsDiffer     settings or environments differ between ranks
         ├── RankLost           ranks made no progress for the deadline
         ├── RankWithdrawn      a rank left its pass by an exception
+        ├── CallsDiffer        ranks are in different collective calls at once
         ├── PassAborted        the pass ended without a winner table (digests differ, a peer aborted)
         └── RendezvousLost     the rendezvous store can't be reached; the group is dead
 
@@ -93,6 +94,10 @@ class RankLost(GroupError):
 
 class RankWithdrawn(GroupError):
     """A rank left the pass by an exception of its own, which propagates on that rank."""
+
+
+class CallsDiffer(GroupError):
+    """Ranks met in different collective calls: another tactic or another token count. Nothing was computed."""
 
 
 class PassAborted(GroupError):

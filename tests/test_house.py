@@ -43,6 +43,7 @@ CORE = (
     "moe_dist.tuning",
     "moe_dist.trace",
     "moe_dist.layer",
+    "moe_dist.allreduce",
 )
 ARROWS: dict[str, tuple[str, ...]] = {
     "moe_dist.errors": (),
@@ -67,6 +68,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "moe_dist.operation",
         "moe_dist.tuning",
         "moe_dist.trace",
+    ),
+    "moe_dist.allreduce": (
+        *LEAVES,
+        "moe_dist.backends.base",
+        "moe_dist.distributed.symmetric",
+        "moe_dist.operation",
+        "moe_dist.tuning",
     ),
     "moe_dist.serving": (*CORE, "moe_dist.settings"),
     "moe_dist.interop": (*LEAVES, "moe_dist.backends"),

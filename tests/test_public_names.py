@@ -3,7 +3,7 @@
 import moe_dist
 
 NAMES = """
-ActivationConfig Backend BackendConfig BackendOptions BoundLayer Bucket BucketLadder ComponentTimes ConfigError DeviceLost ExecutionConfig
+ActivationConfig Backend BackendConfig BackendOptions BoundLayer Bucket BucketLadder CallsDiffer ComponentTimes ConfigError DeviceLost ExecutionConfig
 ExpertConfig GroupError InputError MeasurementPolicy MoEActivationPack MoEConfig MoEDistError MoELayer MoEOperation MoEProblem MoERepro
 MoEWeightPack NothingRunnable ParallelConfig PassAborted PassReport ProbeSpec QuantConfig RankLost RankWithdrawn ReferenceConfig
 RendezvousLost RoutingConfig SettingsDiffer StoreError Tactic Timed TorchDenseConfig TorchGroupedConfig TorchLoopConfig TritonConfig Tuner

@@ -1,4 +1,4 @@
-"""One pass of a group: agree, measure, decide, commit. Composes plan, measure, search, converge and stores, which don't know each other.
+"""One pass of a group: agree, measure, decide, reserve, commit. Composes plan, measure, search, converge and stores, which don't know each other.
 
 A pass has no state that outlives it: the tuner gives it what this rank has and takes the outcome. A group of one runs the
 very same steps. Every exchange below is reached by every rank, whatever happened on it: failures travel as words.
@@ -13,12 +13,13 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgpack
 
 from moe_dist.distributed import converge, epoch, plan
 from moe_dist.distributed.group import RankGroup
+from moe_dist.distributed.symmetric import Arena, Refused, reserve
 from moe_dist.errors import NothingRunnable, PassAborted, RankLost, RankWithdrawn, RendezvousLost, SettingsDiffer
 from moe_dist.stores.base import Store
 from moe_dist.stores.codec import Malformed, decode_entry, decode_epoch, encode_entry, encode_epoch
@@ -82,6 +83,14 @@ class PassSettings:
         return {name: canonical(value) for name, value in plain.items()}
 
 
+@runtime_checkable
+class UsesArena(Protocol):
+    """An operation with tactics whose workspace is symmetric."""
+
+    def use_arena(self, arena: Arena | Refused | None) -> None:
+        """What probes bind such tactics to, from now on; without an arena binding them raises, and says why."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ProgressEvent:
     """How far a pass is. phase: "agree", "measure", "decide", "commit" or "done"; cells: those to time, and how many are done."""
@@ -105,7 +114,10 @@ class Decided:
 
 @dataclasses.dataclass(frozen=True)
 class PassOutcome:
-    """epoch: the table to serve from. keys: the key digest of each cell of the plan. measured: candidates timed; hits: cells served from entries."""
+    """epoch: the table to serve from; arena: the symmetric memory that its tactics need. keys: the key digest of each cell of the plan.
+
+    measured: candidates timed; hits: cells served from entries.
+    """
 
     epoch: Epoch
     cells: tuple[Cell, ...]
@@ -115,10 +127,14 @@ class PassOutcome:
     rejected: tuple[tuple[Cell, Tactic, str], ...]
     entries: Mapping[Cell, bytes]
     stored: tuple[int, str]
+    arena: Arena | None = None
 
 
 class TunePass:
-    """Runs once. records: this rank's operations by problem. memory: entries that this process already holds, by store key."""
+    """Runs once. records: this rank's operations by problem. memory: entries that this process already holds, by store key.
+
+    serving: the epoch in force; arena: the symmetric memory that it was given.
+    """
 
     def __init__(
         self,
@@ -129,6 +145,7 @@ class TunePass:
         store: Store,
         *,
         serving: Epoch,
+        arena: Arena | None,
         memory: dict[str, bytes],
         journal: Journal | None,
         workspace_limit: int | None,
@@ -137,9 +154,11 @@ class TunePass:
         self._settings, self._group, self._environment, self._records = settings, group, environment, records
         self._store, self._serving, self._memory, self._journal = store, serving, memory, journal
         self._workspace_limit, self._on_progress = workspace_limit, on_progress
+        self._arena = arena
         self._environments = [environment]
         self._started = time.monotonic()
         self._spent = False
+        self._lent: Arena | Refused | None = None
 
     def run(self) -> PassOutcome:
         """The outcome that the whole group committed. Any error leaves the previous epoch in force on every rank."""
@@ -149,6 +168,7 @@ class TunePass:
             self._on_progress(ProgressEvent("agree"))
             agreed = self._agree()
             to_tune = [cell for cell in agreed.cells if cell.serve is None] if self._settings.measure else []
+            self._lend_arena(to_tune)
             if self._settings.strategy == "reload":
                 # Who talks to peers can't be tuned apart: such cells are reduced, whatever the strategy.
                 together = [cell for cell in to_tune if any(tactic.collective for tactic in cell.tactics)]
@@ -158,6 +178,8 @@ class TunePass:
                 entries = {}
                 decided = self._tune_together(to_tune, self._reduce if self._settings.strategy == "reduce" else self._shard)
             outcome = self._conclude(agreed, decided, entries)
+            if self._may_need_arena(agreed):
+                outcome = dataclasses.replace(outcome, arena=reserve_for(group, outcome.epoch, self._records, self._arena))
             self._on_progress(ProgressEvent("commit", len(to_tune), len(to_tune)))
             group.commit(outcome.epoch.digest)
         except (SettingsDiffer, NothingRunnable, PassAborted):
@@ -168,6 +190,8 @@ class TunePass:
         except BaseException as error:
             group.withdraw(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
             raise
+        finally:
+            self._use_arena(None)
         if group.is_leader and self._settings.measure:
             self._publish(outcome)
         self._memory.update((self._key(cell).path, entry) for cell, entry in outcome.entries.items())
@@ -348,6 +372,8 @@ class TunePass:
         policy, names = self._settings.policy, self._group.names
         for at, tactic in enumerate(tactic for tactic in planned.tactics if tactic.collective):
             spent = self._spent
+            if isinstance(self._lent, Arena):
+                self._lent.restart()  # whatever the last one left there: all ranks have exchanged its result
             reason = measurer.bind(tactic) if measurer is not None and not spent else "this rank has no time or no such problem"
             ready = [word.decode() for word in self._group.exchange(f"{step}-ready-{at}", (reason or "").encode())]
             against = [f"rank {name}: {said}" for name, said in zip(names, ready, strict=True) if said]
@@ -356,6 +382,27 @@ class TunePass:
                 measured = measurer.run_counted(tactic, policy.rounds * policy.sweeps, COLLECTIVE_CALLS)
             words = self._exchange(f"{step}-collective-{at}", [tactic], {tactic: measured})
             race.enter(tactic, converge.reduce_round(words, [tactic], self._settings.objective, names)[tactic])
+
+    # -- symmetric memory -----------------------------------------------------------------------------------------------
+
+    def _lend_arena(self, to_tune: Sequence[plan.PlannedCell]) -> None:
+        """Symmetric memory for measuring, where the plan has tactics that may need it; where it can't be had they are out, with the reason."""
+        collectives = [(planned.cell, tactic) for planned in to_tune for tactic in planned.tactics if tactic.collective]
+        if collectives:
+            self._lent = reserve(self._group, "lend", _symmetric_bytes(collectives, self._records))
+            self._use_arena(self._lent)
+
+    def _use_arena(self, arena: Arena | Refused | None) -> None:
+        for operation in self._records.values():
+            if isinstance(operation, UsesArena):
+                operation.use_arena(arena)
+
+    def _may_need_arena(self, agreed: plan.Plan) -> bool:
+        """Whether the epoch to come may hold a collective tactic: from the plan alone, so that all ranks take the step or none."""
+        planned = [tactic for cell in agreed.cells for tactic in (cell.default, *cell.tactics)]
+        served = [decode_entry(cell.serve).tactic for cell in agreed.cells if cell.serve is not None]
+        kept = [winner.tactic for winner in self._serving.winners.values()] if agreed.base is not None else []
+        return any(tactic.collective for tactic in (*planned, *served, *kept))
 
     def _race_alone(self, measurer: CellMeasurer, tactics: Sequence[Tactic], default: Tactic) -> tuple[Race, dict[Tactic, Measurement]]:
         """All rounds on this rank alone: the race, and the candidates that failed in it."""
@@ -540,6 +587,21 @@ def read_committed(value: bytes, deployment: str) -> Committed | None:
     except Malformed as error:
         log.warning("a stored epoch is passed over: %s", error)
         return None
+
+
+def reserve_for(group: RankGroup, table: Epoch, records: Mapping[Problem, Operation], held: Arena | None) -> Arena | None:
+    """The symmetric memory of `table`, at the maximum over its tactics. PassAborted, on every rank alike: a rank can't have it."""
+    tactics = [(cell, tactic) for cell, winner in table.winners.items() for tactic in (winner.tactic, winner.default)]
+    got = reserve(group, "reserve", _symmetric_bytes(tactics, records), held)
+    if isinstance(got, Refused):
+        raise PassAborted(f"{got.reason}; the pass is aborted, nothing changed", got.ranks)
+    return got
+
+
+def _symmetric_bytes(tactics: Iterable[tuple[Cell, Tactic]], records: Mapping[Problem, Operation]) -> int:
+    """The most that one of `tactics` needs of a rank's symmetric memory, as far as this rank has their problems."""
+    asked = [records[cell.problem].workspace(tactic, cell.bucket.high) for cell, tactic in tactics if cell.problem in records]
+    return max((workspace.nbytes for workspace in asked if workspace.symmetric), default=0)
 
 
 def _timed(standing: Standing) -> Timed:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from moe_dist.distributed import converge, epoch
 from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT, RankGroup
+from moe_dist.distributed.symmetric import Arena
 from moe_dist.errors import ConfigError, PassAborted, RankLost, RankWithdrawn, RendezvousLost, TunerStateError
 from moe_dist.settings import job_settings
 from moe_dist.stores.base import Store
@@ -28,7 +29,7 @@ from moe_dist.tuning.identity import Environment, build_environment
 from moe_dist.tuning.journal import Journal
 from moe_dist.tuning.policy import OBJECTIVES, STRATEGIES, MeasurementPolicy
 from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, Epoch, Operation, ProbeSpec, Problem, Tactic, Winner, unpack
-from moe_dist.tuning.tune_pass import Committed, PassSettings, ProgressEvent, TunePass, read_committed
+from moe_dist.tuning.tune_pass import Committed, PassSettings, ProgressEvent, TunePass, read_committed, reserve_for
 
 log = logging.getLogger("moe_dist.tuning")
 
@@ -105,6 +106,7 @@ class Tuner:
         self.modes = self.policy.modes(self.device.type)
         self.environment: Environment = build_environment(self.device, versions)
         self.epoch = Epoch(deployment=deployment)
+        self.arena: Arena | None = None  # the symmetric memory of the epoch's tactics
         self._owns_store = isinstance(store, str)
         self.store: Store = open_store(store) if isinstance(store, str) else store
         self._group = _rank_group(group, progress_timeout, cap)
@@ -148,10 +150,10 @@ class Tuner:
             measure=measure,
         )  # fmt: skip
         outcome = TunePass(
-            settings, self._group, self.environment, self._records, self.store, serving=self.epoch, memory=self._memory,
+            settings, self._group, self.environment, self._records, self.store, serving=self.epoch, arena=self.arena, memory=self._memory,
             journal=self._journal, workspace_limit=self._workspace_limit, on_progress=self._on_progress,
         ).run()  # fmt: skip
-        self.epoch = outcome.epoch
+        self.arena, self.epoch = outcome.arena, outcome.epoch
         return PassReport(
             rows=tuple(Row(cell, outcome.keys[cell], outcome.epoch.winners.get(cell)) for cell in outcome.cells),
             measured=outcome.measured,
@@ -167,11 +169,15 @@ class Tuner:
         """Adopt the deployment's newest committed epoch from the store; in a group all ranks call it and adopt the leader's.
 
         True: adopted. False: there is none, or a rank can't serve it (its environment differs, or a backend objects), said in the log.
+        Symmetric memory is reserved for the operations recorded so far. PassAborted: a rank can't have it.
         """
         self._require_usable()
         if self._group.size == 1:
             found = self._newest_epoch()
-            return found is not None and self._adopt_if(found, self._why_not_epoch(found))
+            reason = self._why_not_epoch(found) if found is not None else None
+            if found is not None and reason is None:
+                self.arena = reserve_for(self._group, found.epoch, self._records, self.arena)
+            return found is not None and self._adopt_if(found, reason)
         self._group.begin_pass()
         try:
             found = self._newest_epoch() if self._group.is_leader else None
@@ -181,11 +187,13 @@ class Tuner:
             reason = self._why_not_epoch(found) if found else missing
             reasons = [word.decode() for word in self._group.exchange("reload-accept", (reason or "").encode())]
             refused = [f"rank {name}: {said}" for name, said in zip(self._group.names, reasons, strict=True) if said]
-            table = (found.epoch if found and not refused else self.epoch).digest
-            converge.require_one_digest(
-                [word.decode() for word in self._group.exchange("decide", table.encode())], self._group.names, "epochs"
-            )
-            self._group.commit(table)
+            table = found.epoch if found and not refused else self.epoch
+            digests = [word.decode() for word in self._group.exchange("decide", table.digest.encode())]
+            converge.require_one_digest(digests, self._group.names, "epochs")
+            arena = self.arena
+            if any(winner.tactic.collective or winner.default.collective for winner in table.winners.values()):
+                arena = reserve_for(self._group, table, self._records, arena)
+            self._group.commit(table.digest)
         except PassAborted:
             self._group.abandon()
             raise
@@ -194,6 +202,7 @@ class Tuner:
         except BaseException as error:
             self._group.withdraw(f"{type(error).__name__}: {error}")
             raise
+        self.arena = arena
         return found is not None and self._adopt_if(found, refused[0] if refused else None)
 
     def withdraw(self, reason: str) -> None:
