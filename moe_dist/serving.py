@@ -128,7 +128,7 @@ class ServedModel:
             limits = Deadlines.within(settings, startup_timeout)
             with Tuner(
                 store=settings.store, group=group, strategy=settings.strategy, ladder=counts.ladder, deployment=self._deployment,
-                device=device, versions=self._versions, budget=limits.budget / max(1, len(passes)),
+                device=device, versions=self._versions, budget=limits.budget / max(1, len(passes)), workspace_limit=_spare_bytes(device),
                 progress_timeout=limits.progress_timeout, cap=limits.cap, on_progress=_progress_line(),
             ) as tuner:  # fmt: skip
                 for served in self._layers:
@@ -168,6 +168,17 @@ def untuned_layer(config: MoEConfig, device: torch.device, extra_backends: Seque
         ours = [option for option in find_backends(config, device) if option.name != ReferenceBackend.name]
         config = dataclasses.replace(config, backends=BackendOptions((*(backend.config_type() for backend in extra_backends), *ours)))
     return MoELayer(extra_backends=extra_backends, **config)
+
+
+def _spare_bytes(device: torch.device | None) -> int | None:
+    """What a tactic may need besides weights and KV cache, which lie on the device already; None: nobody counts.
+
+    Half of what is free now: graphs are captured after this, and the other half of a step needs memory too.
+    """
+    if device is None or device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free // 2
 
 
 def stored_epochs(url: str) -> list[Epoch]:

@@ -27,6 +27,7 @@ ALL2ALL = ("allgather_reducescatter", "naive")
 # torch.compile can't trace through data-dependent Python: it sees one opaque op, which finds its experts by number. They
 # are numbered in the order of their layers, so that a compiled graph that was cached by another process still fits.
 _NUMBERS = itertools.count()
+_EARLIER = "_moe_dist_experts"
 _EXPERTS: weakref.WeakValueDictionary[int, MoEDistExperts] = weakref.WeakValueDictionary()
 
 
@@ -46,8 +47,13 @@ class MoEDistExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         super().__init__(moe_config, quant_config)
         self._number = next(_NUMBERS)
         _EXPERTS[self._number] = self
-        self._layer: md.MoELayer | None = None
         self._weights: md.MoEWeightPack | None = None
+        # Some methods of vLLM make new experts when weights are reloaded. The layer's config stays: what was tuned for it goes on serving.
+        before: MoEDistExperts | None = getattr(moe_config, _EARLIER, None)
+        self._layer: md.MoELayer | None = None
+        if before is not None and before._layer is not None:
+            self._layer = md.MoELayer(tuner=before._layer.tuner, extra_backends=self.native(), **before._layer.config)
+        setattr(moe_config, _EARLIER, self)
 
     # -- what vLLM asks before it chooses us --------------------------------------------------------------------------------
 
@@ -181,9 +187,7 @@ class MoEDistExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             granularity=granularity,
             block_shape=block if granularity == "block" else None,
         )
-        limit = getattr(quant_config, "gemm1_clamp_limit", None)
-        return _config(self.moe_config, quant, limit=limit, alpha=_of(quant_config, "gemm1_alpha"), beta=_of(quant_config, "gemm1_beta"),
-                       max_num_tokens=max_num_tokens)  # fmt: skip
+        return _config(self.moe_config, quant, limit=getattr(quant_config, "gemm1_clamp_limit", None), max_num_tokens=max_num_tokens)
 
     def _bind(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None) -> md.MoEWeightPack:
         self._weights = self._pack(w1, w2, expert_map)
@@ -275,27 +279,12 @@ def _weight_format(weight_key: Any) -> dict[str, Any]:
     return {"weight": "fp8", "granularity": "tensor" if group.row < 0 else "channel"}
 
 
-def _of(holder: Any, name: str) -> float | None:
-    value = getattr(holder, name, None)
-    return None if value is None else float(value)
-
-
-def _config(
-    moe_config: Any,
-    quant: md.QuantConfig,
-    *,
-    limit: float | None = None,
-    alpha: float | None = None,
-    beta: float | None = None,
-    max_num_tokens: int,
-) -> md.MoEConfig:
+def _config(moe_config: Any, quant: md.QuantConfig, *, limit: float | None = None, max_num_tokens: int) -> md.MoEConfig:
     """`FusedMoEConfig` as a `MoEConfig`: sizes as they were allocated, padding included; routing is vLLM's, so only its size counts."""
     parallel = moe_config.moe_parallel_config
     kind = _KINDS[moe_config.activation]
-    limit = limit if limit is not None else _of(moe_config, "swiglu_limit")
-    activation = md.ActivationConfig(kind)
-    if kind == "swiglu" and limit is not None:
-        activation = md.ActivationConfig(kind, limit=limit)
+    limit = limit if limit is not None else getattr(moe_config, "swiglu_limit", None)
+    activation = md.ActivationConfig(kind, limit=limit if kind == "swiglu" else None)
     return md.MoEConfig(
         routing=md.RoutingConfig(moe_config.num_experts, moe_config.experts_per_token),
         experts=md.ExpertConfig(

@@ -136,3 +136,44 @@ def test_a_wrong_name_in_the_engine_s_config_is_named() -> None:
 
     with pytest.raises(md.ConfigError, match="moe_dist has no setting 'unservd'"):
         select(layer(is_lora_enabled=True))
+
+
+@pytest.mark.usefixtures("engine")
+def test_weights_that_are_reloaded_are_served_with_what_was_tuned_before() -> None:
+    from datetime import timedelta
+
+    from moe_dist_vllm.experts import MoEDistExperts
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+
+    from moe_dist.serving import ServedModel, TokenCounts
+    from moe_dist.settings import ServingSettings
+
+    generator = torch.Generator().manual_seed(0)
+    w1, w2 = (torch.randn(*shape, generator=generator) * 0.2 for shape in ((8, 128, 128), (8, 128, 64)))
+    x, ids = torch.randn(3, 128, generator=generator), torch.tensor([[0, 5], [7, 1], [2, 2]], dtype=torch.int32)
+    scores, out = torch.rand(3, 2, generator=generator), torch.empty(3, 128)
+
+    def truth(w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for token in range(3):
+            parts = [torch.nn.functional.linear(x[token], w1[expert]).chunk(2) for expert in ids[token]]
+            hidden = [torch.nn.functional.silu(gate) * up for gate, up in parts]
+            rows.append(sum(scores[token, k] * w2[expert] @ hidden[k] for k, expert in enumerate(ids[token])))
+        return torch.stack(rows)
+
+    config = layer(in_dtype=torch.float32)
+    experts = MoEDistExperts(config, FusedMoEQuantConfig.make())
+    model = ServedModel(ServingSettings(store="memory:"), deployment="test")
+    experts.serve(model, "layer", w1, w2, None, 4)
+    model.tune(TokenCounts(4), None, timedelta(seconds=100))
+    experts.run(out, x, w1, w2, scores, ids, None)
+    torch.testing.assert_close(out, truth(w1, w2))
+    w1.mul_(1.5)  # vLLM copies new weights into the old storage, where captured graphs expect them
+    experts.run(out, x, w1, w2, scores, ids, None)
+    torch.testing.assert_close(out, truth(w1, w2))
+    again = MoEDistExperts(config, FusedMoEQuantConfig.make())
+    other = w2.flip(0).contiguous()
+    again.run(out, x, w1, other, scores, ids, None)
+    torch.testing.assert_close(out, truth(w1, other))
+    assert again._layer is not None
+    assert again._layer.tuner is experts._layer.tuner is not None
