@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from moe_dist.errors import ConfigError
 
 SCHEMA_VERSION = 1
+DEFAULT_MAX_NUM_TOKENS = 8192  # the largest token count that has a bucket, where nobody says otherwise
 
 DTYPES = ("bf16", "fp16", "fp32")
 SCORINGS = ("softmax", "sigmoid")
@@ -253,7 +254,7 @@ class ExecutionConfig:
         whatever the batch; implies deterministic.
     """
 
-    tune_max_num_tokens: int = 8192
+    tune_max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS
     do_finalize: bool = True
     enable_pdl: bool | None = None
     output: str = "new"

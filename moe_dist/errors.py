@@ -25,6 +25,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 
+def first_line(error: BaseException, limit: int = 200) -> str:
+    """What a log line or another rank's error quotes of `error`: its first line, else its type."""
+    return str(error).partition("\n")[0][:limit] or type(error).__name__
+
+
 class MoEDistError(Exception):
     """Base of every error that moe_dist raises on purpose."""
 

@@ -31,7 +31,7 @@ from moe_dist.errors import InputError, TunerStateError, UnsupportedBackend
 from moe_dist.operation import MoEOperation
 from moe_dist.tensors import MoEActivationPack, MoEWeightPack
 from moe_dist.tuning.context import current_tuner
-from moe_dist.tuning.problem import MODES, Bucket, BucketLadder, Epoch, Tactic
+from moe_dist.tuning.problem import MODES, Bucket, Epoch, Tactic
 from moe_dist.tuning.tuner import Tuner
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def moe_layer(
     if tuner is not None and not _capturing(device):
         _check_values(layer, acts)
         tuner.record(MoEOperation(problem, weights, device, config.options, extra_backends))
-    bucket = BucketLadder.powers_of_two(config.execution.tune_max_num_tokens).bucket(max(1, num_tokens))
+    bucket = problem.ladder.bucket(max(1, num_tokens))
     runner = _make_runner(backend, layer, backend.default(problem, bucket, device))
     return _execute(problem, runner, acts, num_tokens, out)
 
@@ -125,7 +125,7 @@ class MoELayer:
         num_tokens = _check_call(operation.layer, acts)
         _check_values(operation.layer, acts)
         if tuner is None:
-            ladder = BucketLadder.powers_of_two(self.config.execution.tune_max_num_tokens)
+            ladder = problem.ladder
             bucket = ladder.bucket(max(1, num_tokens))
             if bucket is None:
                 raise InputError(
@@ -217,7 +217,7 @@ class _Serving:
         self._backends = {backend.name: backend for backend, _ in usable_backends(layer.problem, self.device, options, extra_backends)}
         self._runners: dict[Tactic, _Served] = {}
         self._beyond = self._default(None)
-        ladder = BucketLadder.powers_of_two(layer.problem.config.execution.tune_max_num_tokens)
+        ladder = layer.problem.ladder
         defaults = [self._default(Bucket(1, 1))]  # zero tokens
         for bucket in ladder.buckets():
             defaults += [self._default(bucket)] * (bucket.high - bucket.low + 1)

@@ -24,7 +24,7 @@ from moe_dist.tensors import MoEActivationPack, MoEWeightPack
 from moe_dist.trace import ACTIVATIONS, WEIGHTS, RecordedCall
 from moe_dist.tuning.identity import build_environment
 from moe_dist.tuning.policy import MeasurementPolicy
-from moe_dist.tuning.problem import Bucket, BucketLadder, ProbeSpec
+from moe_dist.tuning.problem import Bucket, ProbeSpec
 
 Pack = TypeVar("Pack", MoEActivationPack, MoEWeightPack)
 
@@ -91,7 +91,7 @@ class MoERepro:
         return device
 
     def _bucket(self) -> Bucket | None:
-        return BucketLadder.powers_of_two(self.call.config.execution.tune_max_num_tokens).bucket(max(1, self.call.num_tokens))
+        return self.call.problem.ladder.bucket(max(1, self.call.num_tokens))
 
     def _prepared(self) -> tuple[Callable[[], torch.Tensor], BoundLayer, MoEActivationPack]:
         call, problem, device = self.call, self.call.problem, self._where()

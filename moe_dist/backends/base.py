@@ -15,7 +15,7 @@ import torch
 
 from moe_dist.config import BackendConfig, MoEConfig
 from moe_dist.tensors import MoEActivationPack, MoEWeightPack
-from moe_dist.tuning.problem import Bucket, Problem, Tactic, Workspace
+from moe_dist.tuning.problem import Bucket, BucketLadder, Problem, Tactic, Workspace
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -42,6 +42,11 @@ class MoEProblem:
         fields = self.config.to_dict()
         fields["execution"] = {name: value for name, value in fields["execution"].items() if name not in ("tune_max_num_tokens", "output")}
         return Problem.of("moe_layer", routed=self.routed, **fields)
+
+    @property
+    def ladder(self) -> BucketLadder:
+        """The buckets of a layer whose tuner has no ladder of its own."""
+        return BucketLadder.powers_of_two(self.config.execution.tune_max_num_tokens)
 
     @property
     def dtype(self) -> torch.dtype:

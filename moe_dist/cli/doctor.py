@@ -13,7 +13,7 @@ import uuid
 import torch
 
 from moe_dist.backends.registry import explain_backends
-from moe_dist.config import ExpertConfig, MoEConfig, RoutingConfig
+from moe_dist.config import DEFAULT_MAX_NUM_TOKENS, ExpertConfig, MoEConfig, RoutingConfig
 from moe_dist.settings import default_store
 from moe_dist.stores.open import open_store
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="of the framework's commands that tune")
     parser.add_argument("--tp", type=int, default=1, help="ranks that cut every expert (default 1)")
     parser.add_argument("--ep", type=int, default=1, help="ranks that share out the experts (default 1)")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="the largest token count of a step (default 8192)")
+    parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_NUM_TOKENS, help="the largest token count of a step (default 8192)")
     parser.add_argument("--store", help="folder or URL (default: $MOE_DIST_STORE, else the user's cache)")
 
 

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from moe_dist.backends.base import MoEProblem
 from moe_dist.backends.registry import usable_backends
 from moe_dist.cli.tune_report import Progress, TuneResult, count_diverged, print_summary, write_json
-from moe_dist.config import DTYPES
+from moe_dist.config import DEFAULT_MAX_NUM_TOKENS, DTYPES
 from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT
 from moe_dist.distributed.layout import Layout, Place
-from moe_dist.errors import ConfigError, GroupError
+from moe_dist.errors import ConfigError, GroupError, first_line
 from moe_dist.interop.hf_config import QUANT_NAMES, ModelShape, read_model
 from moe_dist.operation import MoEOperation, make_random_weights
 from moe_dist.settings import RankSettings, default_store, rank_settings
@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routed", action="store_true", help="calls bring topk_ids and topk_weights, as a serving engine's do")
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--buckets", type=_buckets, help="where buckets end: '1,2,4', or '1:256' for the powers of two between")
-    sizes.add_argument("--max-tokens", type=_positive, default=8192, help="powers of two up to this token count (default 8192)")
+    sizes.add_argument(
+        "--max-tokens", type=_positive, default=DEFAULT_MAX_NUM_TOKENS, help="powers of two up to this token count (default 8192)"
+    )
     parser.add_argument("--policy", choices=POLICIES, default="eager", help="how time is taken (default eager)")
     parser.add_argument("--strategy", choices=STRATEGIES, default="reduce", help="who times what (default reduce)")
     parser.add_argument("--objective", choices=OBJECTIVES, default="max", help="over the ranks (default max: the slowest sets the pace)")
@@ -277,7 +279,7 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
         result.exit_code = 1 if number is None else 128 + number
     except (MemoryError, torch.OutOfMemoryError) as error:
         # This rank's own end, which only it can tell of: peers say that it withdrew.
-        print(f"moe-dist: rank {job.ranks.rank} ran out of memory: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+        print(f"moe-dist: rank {job.ranks.rank} ran out of memory: {first_line(error)}", file=sys.stderr)
         result.error = f"rank {job.ranks.rank} ran out of memory"
         result.exit_code = 1
     finally:

@@ -21,7 +21,17 @@ import msgpack
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from moe_dist.errors import ConfigError, GroupError, PassAborted, RankLost, RankWithdrawn, RendezvousLost, SettingsDiffer, TunerStateError
+from moe_dist.errors import (
+    ConfigError,
+    GroupError,
+    PassAborted,
+    RankLost,
+    RankWithdrawn,
+    RendezvousLost,
+    SettingsDiffer,
+    TunerStateError,
+    first_line,
+)
 from moe_dist.tuning.problem import digest
 
 T = TypeVar("T")
@@ -264,9 +274,8 @@ class RankGroup:
             cause = error
         self.dead = "rendezvous lost"
         where = f", which rank {self._host} serves," if self._host is not None else ""
-        why = str(cause).partition("\n")[0][:200]
         raise RendezvousLost(
-            f"the rendezvous store{where} can't be reached ({why}); treated as aborted, the group is dead", self._hosts()
+            f"the rendezvous store{where} can't be reached ({first_line(cause)}); treated as aborted, the group is dead", self._hosts()
         ) from cause
 
     def _hosts(self) -> tuple[int, ...]:

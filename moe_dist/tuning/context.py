@@ -7,7 +7,7 @@ import contextvars
 from collections.abc import Iterator
 from typing import Any
 
-from moe_dist.errors import TunerStateError
+from moe_dist.errors import TunerStateError, first_line
 from moe_dist.tuning.tuner import Tuner
 
 _CURRENT: contextvars.ContextVar[Tuner | None] = contextvars.ContextVar("moe_dist_tuner", default=None)
@@ -33,7 +33,7 @@ def autotune(**settings: Any) -> Iterator[Tuner]:
     try:
         yield tuner
     except BaseException as error:
-        tuner.withdraw(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
+        tuner.withdraw(f"{type(error).__name__}: {first_line(error)}")
         tuner.close()
         raise
     finally:

@@ -1,7 +1,7 @@
 """Which candidate is running now, written down so that a crash can be blamed: `with journal.running(tactic_key): run()`.
 
 Owns the marks and the rule that turns them into a quarantine; knows no tactic and no store. The tuner gives a journal to
-search. A mark is a small file that names the process. Any orderly exit of the block, an exception included, removes it; a
+its passes. A mark is a small file that names the process. Any orderly exit of the block, an exception included, removes it; a
 process that dies inside leaves it. A candidate that was running at two deaths is quarantined for this host and environment:
 one death may be chance (somebody killed the job), two are not taken for it.
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from moe_dist.errors import DeviceLost
+from moe_dist.errors import DeviceLost, first_line
 from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.problem import Cell, Failed, Measurement, Operation, Probe, ProbeSpec, Tactic, Timed, digest
 
@@ -144,7 +144,7 @@ class CellMeasurer:
         try:
             self._probe = probe = self._probe or self._operation.probe(self._cell.bucket.high, self._spec)
         except (MemoryError, torch.OutOfMemoryError) as error:
-            self._failed.update((tactic, Failed(f"out of memory in preparation: {_first_line(error)}")) for tactic in tactics)
+            self._failed.update((tactic, Failed(f"out of memory in preparation: {first_line(error)}")) for tactic in tactics)
             return
         for tactic in tactics:
             self._progress()
@@ -177,7 +177,7 @@ class CellMeasurer:
         try:
             self._probe = probe = self._probe or self._operation.probe(self._cell.bucket.high, self._spec)
         except (MemoryError, torch.OutOfMemoryError) as error:
-            return f"out of memory in preparation: {_first_line(error)}"
+            return f"out of memory in preparation: {first_line(error)}"
         self._progress()
         run, reason = self._attempt(lambda: probe.bind(tactic))
         if run is not None:
@@ -212,21 +212,21 @@ class CellMeasurer:
         try:
             return action(), None
         except (MemoryError, torch.OutOfMemoryError) as error:
-            return None, f"out of memory in preparation: {_first_line(error)}"
+            return None, f"out of memory in preparation: {first_line(error)}"
         except RuntimeError as error:
             self._require_device(error)
-            return None, f"{type(error).__name__}: {_first_line(error)}"
+            return None, f"{type(error).__name__}: {first_line(error)}"
         except (TypeError, AttributeError, NameError, AssertionError):
             raise  # a bug, not a property of this candidate: it must be seen
         except Exception as error:  # kernels and compilers raise types of their own; the record keeps the reason
-            return None, f"{type(error).__name__}: {_first_line(error)}"
+            return None, f"{type(error).__name__}: {first_line(error)}"
 
     def _require_device(self, error: RuntimeError) -> None:
         """DeviceLost: after `error` the device answers nothing any more, so that no candidate can be judged in this process."""
         try:
             _synchronize(self._operation.device)
         except RuntimeError as sticky:
-            raise DeviceLost(f"{self._operation.device} is lost to this process: {_first_line(error)}; restart it") from sticky
+            raise DeviceLost(f"{self._operation.device} is lost to this process: {first_line(error)}; restart it") from sticky
 
     def _prepare_one(self, probe: Probe, tactic: Tactic) -> str | None:
         """The reason why `tactic` is out, or None."""
@@ -265,7 +265,7 @@ class CellMeasurer:
                 except (MemoryError, RuntimeError) as error:
                     if isinstance(error, RuntimeError):
                         self._require_device(error)
-                    self._failed[tactic] = Failed(f"{type(error).__name__}: {_first_line(error)}")
+                    self._failed[tactic] = Failed(f"{type(error).__name__}: {first_line(error)}")
                     continue
                 windows[tactic].append(elapsed)
                 if tactic == ready[0]:
@@ -281,10 +281,6 @@ def journal_key(cell: Cell, tactic: Tactic) -> str:
 
 def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:300] or type(error).__name__
 
 
 def _synchronize(device: torch.device) -> None:

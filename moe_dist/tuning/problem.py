@@ -187,7 +187,7 @@ class Workspace:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A measured time: median and spread (half the interquartile range), in microseconds, over `samples` windows."""
+    """A measured time: median and spread (half of the range), in microseconds, over `samples` windows."""
 
     median_us: float
     spread_us: float

@@ -20,7 +20,7 @@ import msgpack
 from moe_dist.distributed import converge, epoch, plan
 from moe_dist.distributed.group import RankGroup
 from moe_dist.distributed.symmetric import Arena, Refused, reserve
-from moe_dist.errors import NothingRunnable, PassAborted, RankLost, RankWithdrawn, RendezvousLost, SettingsDiffer
+from moe_dist.errors import NothingRunnable, PassAborted, RankLost, RankWithdrawn, RendezvousLost, SettingsDiffer, first_line
 from moe_dist.stores.base import Store
 from moe_dist.stores.codec import Malformed, decode_entry, decode_epoch, encode_entry, encode_epoch
 from moe_dist.stores.memory import MemoryStore
@@ -188,7 +188,7 @@ class TunePass:
         except (RankLost, RankWithdrawn, RendezvousLost):
             raise
         except BaseException as error:
-            group.withdraw(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
+            group.withdraw(f"{type(error).__name__}: {first_line(error)}")
             raise
         finally:
             self._use_arena(None)
@@ -227,7 +227,8 @@ class TunePass:
         for cell in cells:
             operation = self._records[cell.problem]
             candidates = tuple(dict.fromkeys(operation.candidates(cell.bucket, cell.mode)))
-            offered[cell] = plan.CellOffer(operation.default(cell.bucket, cell.mode), candidates, hits.get(cell))
+            served = self._serving.number if cell in self._serving.winners else 0
+            offered[cell] = plan.CellOffer(operation.default(cell.bucket, cell.mode), candidates, hits.get(cell), served)
         return plan.Offer(
             settings=self._settings.agreed(),
             environment=self._environment.to_plain(),

@@ -17,10 +17,11 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from moe_dist.config import DEFAULT_MAX_NUM_TOKENS
 from moe_dist.distributed import converge, epoch
 from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT, RankGroup
 from moe_dist.distributed.symmetric import Arena
-from moe_dist.errors import ConfigError, PassAborted, RankLost, RankWithdrawn, RendezvousLost, TunerStateError
+from moe_dist.errors import ConfigError, PassAborted, RankLost, RankWithdrawn, RendezvousLost, TunerStateError, first_line
 from moe_dist.settings import job_settings
 from moe_dist.stores.base import Store
 from moe_dist.stores.codec import Malformed, decode_entry
@@ -33,7 +34,7 @@ from moe_dist.tuning.tune_pass import Committed, PassSettings, ProgressEvent, Tu
 
 log = logging.getLogger("moe_dist.tuning")
 
-DEFAULT_LADDER = BucketLadder.powers_of_two(8192)
+DEFAULT_LADDER = BucketLadder.powers_of_two(DEFAULT_MAX_NUM_TOKENS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +225,7 @@ class Tuner:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and not self._closed:
-            self.withdraw(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
+            self.withdraw(f"{type(error).__name__}: {first_line(error)}")
         self.close()
 
     def _require_usable(self) -> None:

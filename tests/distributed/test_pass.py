@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fakes import FakeOperation
 from ranks import Rank, Ranks, run_ranks, wait_for
 
+from moe_dist.distributed.plan import Offer
 from moe_dist.errors import PassAborted
 from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.tuning import tune_pass
@@ -445,3 +446,26 @@ def test_ranks_that_conclude_differently_abort_alike_and_change_nothing(strategy
     assert {(outcome.error, outcome.culprits) for outcome in outcomes} == {("PassAborted", (1,))}
     assert "winner tables differ: rank 1 holds another than the rest" in outcomes[0].message
     assert FilesystemStore(tmp_path / "store").list("epochs") == []
+
+
+def offers_of_a_serving_rank(rank: Rank) -> Any:
+    """(hit epochs before a pass, after it): what is served is offered with the number of its epoch, so that it is preferred."""
+    with make_tuner(rank, "reduce", ladder=BucketLadder((1,))) as tuner:
+        tuner.record(FakeOperation("a", COSTS))
+        seen = []
+        exchange = tuner.group.exchange
+
+        def watched(step: str, word: bytes) -> list[bytes]:
+            if step == "agree-1":
+                seen.extend(offer.hit_epoch for offer in Offer.from_bytes(word).cells.values())
+            return exchange(step, word)
+
+        tuner.group.exchange = watched  # type: ignore[method-assign]
+        tuner.run_pass()
+        tuner.run_pass()
+        return seen
+
+
+def test_what_is_served_is_offered_with_its_epoch(tmp_path: Path) -> None:
+    outcomes = run_ranks(offers_of_a_serving_rank, 2, tmp_path)
+    assert [outcome.value for outcome in outcomes] == [[0, 1]] * 2, outcomes
