@@ -132,14 +132,16 @@ class ServedModel:
                 progress_timeout=limits.progress_timeout, cap=limits.cap, on_progress=_progress_line(),
             ) as tuner:  # fmt: skip
                 for served in self._layers:
-                    config = served.layer.config
-                    problem, device = MoEProblem.of(config, routed=True), served.weights.w13.device
-                    tuner.record(MoEOperation(problem, served.weights, device, config.options, served.extra_backends))
+                    config, weights = served.layer.config, served.weights
+                    problem = MoEProblem.of(config, routed=True)
+                    tuner.record(MoEOperation(problem, weights, weights.w13.device, config.options, served.extra_backends))
                 for policy, buckets in passes:
                     measured += tuner.run_pass(buckets, policy=policy, measure=settings.tune == "tune").measured
             self.epoch = tuner.epoch
             for served in self._layers:
                 served.layer.tuner = tuner
+            if device is not None and device.type == "cuda":
+                torch.cuda.empty_cache()  # the engine captures its graphs in what was free before
         for served in self._layers:
             _bind(served)
         if group is None or dist.get_rank(group) == 0:  # the others serve the same

@@ -17,7 +17,7 @@ from vllm.distributed import parallel_state
 from moe_dist.serving import ServedModel, TokenCounts
 from moe_dist_vllm.experts import MoEDistExperts
 from moe_dist_vllm.native import versions
-from moe_dist_vllm.patch import settings_of
+from moe_dist_vllm.patch import NAME, settings_of
 
 log = logging.getLogger("moe_dist.vllm")
 
@@ -26,7 +26,6 @@ def tune(worker: Any) -> ServedModel:
     """Tune the layers of this worker's model together with the ranks that run in step. RuntimeError: vLLM gave a layer other experts."""
     config = worker.vllm_config
     settings = settings_of(config)
-    counts = token_counts(config)
     ours, others = [], []
     for name, module in moe_layers(worker):
         experts = getattr(getattr(module.quant_method, "moe_kernel", None), "fused_experts", None)
@@ -39,6 +38,7 @@ def tune(worker: Any) -> ServedModel:
             f"--moe-backend=moe_dist was asked for, but vLLM runs its own experts in {len(others)} layers, first {others[0]}; "
             "choose another --moe-backend, or set MOE_DIST_UNSERVED=native to accept that"
         )
+    counts = token_counts(config)
     pool = versions() if any(experts.natives for _, _, experts in ours) else {}
     model = ServedModel(settings, deployment=deployment(config), versions=pool)
     for name, module, experts in ours:
@@ -49,13 +49,13 @@ def tune(worker: Any) -> ServedModel:
 
 
 def moe_layers(worker: Any) -> Iterator[tuple[str, Any]]:
-    """The modules that hold routed experts, of the model and of a draft model beside it."""
+    """The modules whose routed experts were asked to be ours, of the model and of a draft model beside it, which may ask for others."""
     runner = worker.model_runner
     draft = getattr(getattr(runner, "drafter", None), "model", None)
     for prefix, model in (("", runner.get_model()), ("draft.", draft)):
         if isinstance(model, torch.nn.Module):
             for name, module in model.named_modules():
-                if hasattr(module, "w13_weight") and hasattr(module, "quant_method"):
+                if hasattr(module, "w13_weight") and hasattr(module, "quant_method") and module.moe_config.moe_backend == NAME:
                     yield prefix + name, module
 
 

@@ -177,3 +177,29 @@ def test_weights_that_are_reloaded_are_served_with_what_was_tuned_before() -> No
     torch.testing.assert_close(out, truth(w1, other))
     assert again._layer is not None
     assert again._layer.tuner is experts._layer.tuner is not None
+
+
+@pytest.mark.parametrize("setting", ["error", "native"])
+def test_an_engine_that_ignored_the_flag_is_told_apart(setting: str) -> None:
+    """As vLLM 0.26 does on a CPU, which picks its own experts before it reads the flag: equal tokens, none of them ours."""
+    from types import SimpleNamespace
+
+    from moe_dist_vllm.warmup import tune
+
+    class Experts(torch.nn.Module):
+        moe_config = SimpleNamespace(moe_backend="moe_dist")
+        w13_weight = torch.empty(0)
+        quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=torch.nn.Identity()))
+
+    class Stock(Experts):
+        moe_config = SimpleNamespace(moe_backend="auto")  # a draft model may ask for others
+
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Stock(), Experts()])})
+    config = SimpleNamespace(additional_config={"moe_dist": {"unserved": setting}})
+    worker = SimpleNamespace(vllm_config=config, model_runner=SimpleNamespace(get_model=lambda: model))
+    if setting == "error":
+        with pytest.raises(RuntimeError, match=r"vLLM runs its own experts in 1 layers, first layers\.1: Identity; choose another"):
+            tune(worker)
+    else:
+        with pytest.raises(AttributeError, match="parallel_config"):  # past the check: it goes on to ask what the engine will run
+            tune(worker)
