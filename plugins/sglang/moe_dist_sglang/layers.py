@@ -36,6 +36,8 @@ def why_not(layer: Any, method: Any) -> str | None:
         return "LoRA needs hooks between the two products, which moe_dist doesn't have; serve the merged model"
     if get_exec().moe.enable_eplb:
         return "--enable-eplb rewrites expert weights while serving, and layouts that moe_dist made of them would go stale; leave it away"
+    if get_exec().graph.enable_torch_compile:
+        return "--enable-torch-compile would trace through moe_dist's choice of a tactic; leave it away"
     if not isinstance(method, METHODS):
         served = ", ".join(kind.__name__ for kind in METHODS)
         return f"its weights are of {type(method).__name__}; moe_dist serves {served}"

@@ -35,8 +35,8 @@ class SGLangBackend(md.Backend):
 
     def __init__(self, layer: Any, method: Any) -> None:
         self._layer, self._method = layer, method
-        # Neither in place nor scaled: the core has scaled the router's weights, and the input is the caller's.
-        self._config = dataclasses.replace(layer.moe_runner_config, inplace=False, routed_scaling_factor=None)
+        # Not scaled: the core has scaled the router's weights. In place, see `_triton`.
+        self._config = dataclasses.replace(layer.moe_runner_config, inplace=True, routed_scaling_factor=None)
 
     def why_not(self, problem: md.MoEProblem, device: torch.device, params: md.BackendConfig) -> str | None:
         config = problem.config
@@ -68,18 +68,18 @@ class SGLangBackend(md.Backend):
             ids = acts.topk_ids
             if expert_map is not None:
                 ids = expert_map[ids.clamp_min(0).long()].masked_fill(ids < 0, -1)
-            out.copy_(experts_of(acts.hidden_states, acts.topk_weights, ids.masked_fill(ids >= experts, -1)))
+            experts_of(acts.hidden_states, acts.topk_weights, ids.masked_fill(ids >= experts, -1), out)
             return tactic
 
         return run
 
-    def _triton(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        dispatched = StandardDispatchOutput(x, None, StandardTopKOutput(weights, ids.int(), weights))
-        combined = fused_experts_none_to_triton(dispatched, self._method.get_triton_quant_info(self._layer), self._config)
-        result: torch.Tensor = combined.hidden_states
-        return result
+    def _triton(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+        # In place on a copy: an output of its own would be allocated in SGLang's symmetric pool, which is a collective.
+        out.copy_(x)
+        dispatched = StandardDispatchOutput(out, None, StandardTopKOutput(weights, ids.int(), weights))
+        fused_experts_none_to_triton(dispatched, self._method.get_triton_quant_info(self._layer), self._config)
 
-    def _torch(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def _torch(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
         # The loop takes neither empty slots nor an expert twice in a row: each filled slot becomes a row of its own.
         sums = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         token, slot = (ids >= 0).nonzero(as_tuple=True)
@@ -87,4 +87,4 @@ class SGLangBackend(md.Backend):
             one = torch.ones(token.shape[0], 1, device=x.device)
             rows = moe_forward_native(self._layer, x[token], StandardTopKOutput(one, ids[token, slot][:, None], one), self._config)
             sums.index_add_(0, token, rows.float() * weights[token, slot][:, None])
-        return sums
+        out.copy_(sums)

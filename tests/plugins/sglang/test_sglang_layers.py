@@ -29,9 +29,11 @@ def _published(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "use_symmetric_memory", lambda group, disabled: contextlib.nullcontext())
 
 
-def settings_of(eplb: bool = False, deterministic: bool = False) -> Any:
+def settings_of(eplb: bool = False, deterministic: bool = False, compiled: bool = False) -> Any:
     return SimpleNamespace(
-        moe=SimpleNamespace(enable_eplb=eplb), deterministic=SimpleNamespace(enable_deterministic_inference=deterministic)
+        moe=SimpleNamespace(enable_eplb=eplb),
+        deterministic=SimpleNamespace(enable_deterministic_inference=deterministic),
+        graph=SimpleNamespace(enable_torch_compile=compiled),
     )
 
 
@@ -132,6 +134,7 @@ def test_fp8_is_served_with_block_scales_alone() -> None:
     [
         ("get_lora", SimpleNamespace(enable_lora=True, lora_paths=None), "LoRA"),
         ("get_exec", settings_of(eplb=True), "--enable-eplb"),
+        ("get_exec", settings_of(compiled=True), "--enable-torch-compile"),
     ],
 )
 def test_engine_options_that_need_more_are_refused(monkeypatch: pytest.MonkeyPatch, owner: str, value: Any, reason: str) -> None:
@@ -321,6 +324,38 @@ def test_native_experts_leave_empty_slots_out() -> None:
     out = served((acts, layer_weights(layer, method)))
     assert served.lookup(TOKENS).backend == "sglang"
     torch.testing.assert_close(out, (rows(layer, x, ids) * weights[..., None]).sum(1), rtol=1e-4, atol=1e-4)
+
+
+def test_triton_experts_run_in_place_on_a_copy_with_local_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own output would lie in SGLang's symmetric pool: a collective, which one rank must not enter alone while tuning."""
+    from moe_dist_sglang import native
+    from moe_dist_sglang.layers import layer_config, layer_weights
+
+    seen = []
+
+    def kernels(dispatched: Any, info: Any, config: Any) -> None:
+        seen.append(
+            (dispatched.topk_output.topk_ids.tolist(), dispatched.hidden_states.clone(), config.inplace, config.routed_scaling_factor)
+        )
+        dispatched.hidden_states.mul_(2)
+
+    monkeypatch.setattr(native, "fused_experts_none_to_triton", kernels)
+    layer, method = layer_of(ep_size=2, ep_rank=1, routed_scaling_factor=2.5), method_of()
+    backend = native.SGLangBackend(layer, method)
+    problem = md.MoEProblem.of(layer_config(layer, method), routed=True)
+    expert_map = torch.tensor([-1, -1, -1, -1, 0, 1, 2, 3], dtype=torch.int32)
+    bound = md.BoundLayer(problem, layer_weights(layer, method), expert_map)
+    x, weights, ids = inputs()
+    before, out = x.clone(), torch.full_like(x, torch.nan)
+    tactic = md.Tactic.of("sglang", runner="triton")
+    acts = md.MoEActivationPack(hidden_states=x, topk_ids=ids, topk_weights=weights)
+    assert backend.bind(bound, tactic)(acts, out) == tactic
+    ((local, given, inplace, scaling),) = seen
+    assert local == [[-1, 3], [-1, -1], [1, 1], [0, -1], [-1, -1]]
+    assert torch.equal(given, x)
+    assert (inplace, scaling) == (True, None)
+    assert torch.equal(out, 2 * before)
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize(
