@@ -29,6 +29,26 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
+def make_glm(folder: Path) -> Path:
+    """GLM-4.5, small: sigmoid scores, a correction bias that chooses, groups, a routed scaling factor of 2.5, a shared expert, a dense layer first."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Glm4MoeConfig(
+        vocab_size=256, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        intermediate_size=128, moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, n_group=2,
+        topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.5, norm_topk_prob=True, initializer_range=0.15,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    network = Glm4MoeForCausalLM(config)
+    biases = [tensor for name, tensor in network.state_dict().items() if name.endswith("e_score_correction_bias")]
+    assert biases
+    for bias in biases:
+        bias.copy_(0.1 * torch.randn(bias.shape))
+    network.save_pretrained(folder)
+    return folder
+
+
 def make_fp8_copy(model: Path, folder: Path) -> tuple[Path, Path]:
     """(the copy whose experts are fp8 with block scales, the copy that holds the same values unquantised): the second is the first's truth."""
     from safetensors.torch import load_file, save_file
@@ -59,9 +79,9 @@ def make_fp8_copy(model: Path, folder: Path) -> tuple[Path, Path]:
 
 def truth(model: Path, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """Greedy tokens, and the log-probability of every token but the first: those of the prompt, then the new ones."""
-    from transformers import Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    network = Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     answers = []
     for prompt in prompts:
         tokens = list(prompt)

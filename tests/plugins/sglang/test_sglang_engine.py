@@ -88,6 +88,14 @@ def test_block_fp8_experts_answer_as_their_dequantised_copy(tmp_path: Path, mode
     assert int(epochs(ended, "memory:")[0][1]) > 0
 
 
+def test_scaled_grouped_routing_beside_a_shared_expert(tmp_path: Path) -> None:
+    glm = models.make_glm(tmp_path / "model")
+    ended = run_engine(tmp_path, glm, environment(tmp_path))
+    assert ended.results, ended.log[-3000:]
+    require_equal(ended.results, models.truth(glm, PROMPTS), 1e-4)
+    assert [counts["core"] for counts in ended.counts] == [STEPS]  # one of its two layers is dense
+
+
 def test_without_the_plugin_the_choice_is_refused(tmp_path: Path, model: Path) -> None:
     ended = run_engine(tmp_path, model, environment(tmp_path, SGLANG_PLUGINS="moe_dist_cpu"))
     assert not ended.results
