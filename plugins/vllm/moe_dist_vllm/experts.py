@@ -273,10 +273,8 @@ def _weight_format(weight_key: Any) -> dict[str, Any]:
         return {}
     group = weight_key.scale.group_shape
     if group.row > 0 and group.col > 0:
-        if (group.row, group.col) == (1, 1):
-            return {"weight": "fp8", "granularity": "channel"}
         return {"weight": "fp8", "granularity": "block", "block_shape": (group.row, group.col)}
-    return {"weight": "fp8", "granularity": "tensor" if group.row < 0 else "channel"}
+    return {"weight": "fp8", "granularity": "tensor" if group.row < 0 and group.col < 0 else "channel"}
 
 
 def _config(moe_config: Any, quant: md.QuantConfig, *, limit: float | None = None, max_num_tokens: int) -> md.MoEConfig:

@@ -203,3 +203,39 @@ def test_an_engine_that_ignored_the_flag_is_told_apart(setting: str) -> None:
     else:
         with pytest.raises(AttributeError, match="parallel_config"):  # past the check: it goes on to ask what the engine will run
             tune(worker)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.usefixtures("engine")
+def test_fp8_scales_mean_what_they_mean_in_vllm(granularity: str) -> None:
+    """Each form of scales as vLLM's loaders leave it: [E], [E, rows, 1], [E, row blocks, column blocks]."""
+    from moe_dist_vllm.experts import MoEDistExperts, _weight_format
+    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    generator = torch.Generator().manual_seed(1)
+
+    def weight(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        values = (torch.randn(8, rows, columns, generator=generator) * 50).to(torch.float8_e4m3fn)
+        shape = {"tensor": (8, 1, 1), "channel": (8, rows, 1), "block": (8, rows // 64, columns // 64)}[granularity]
+        scale = (torch.rand(shape, generator=generator) + 0.5) * 0.004
+        spread = scale.repeat_interleave(64, 1).repeat_interleave(64, 2) if granularity == "block" else scale
+        return values, scale.view(8) if granularity == "tensor" else scale, values.float() * spread
+
+    w1, s1, meant1 = weight(128, 128)
+    w2, s2, meant2 = weight(128, 64)
+    quant = fp8_w8a8_moe_quant_config(
+        w1_scale=s1, w2_scale=s2, per_act_token_quant=granularity == "channel", per_out_ch_quant=granularity == "channel",
+        block_shape=[64, 64] if granularity == "block" else None,
+    )  # fmt: skip
+    experts = MoEDistExperts(layer(in_dtype=torch.float16), quant)
+    x, ids = torch.randn(5, 128, generator=generator).half(), torch.tensor([[0, 5], [7, 1], [2, 2], [3, 4], [6, 0]], dtype=torch.int32)
+    scores, out = torch.rand(5, 2, generator=generator), torch.empty(5, 128, dtype=torch.float16)
+    experts.run(out, x, w1, w2, scores, ids, None)
+    gate, up = torch.einsum("th,tkih->tki", x.float(), meant1[ids.long()]).chunk(2, dim=-1)
+    truth = torch.einsum("tki,tkhi,tk->th", torch.nn.functional.silu(gate) * up, meant2[ids.long()], scores)
+    # Activations are scaled to fp8 on a GPU; on a CPU they stay fp16, so rounding to fp16 is all that differs.
+    torch.testing.assert_close(out.float(), truth, rtol=2e-3, atol=2e-3 * float(truth.abs().max()))
+    keys = {"tensor": "kFp8StaticTensorSym", "channel": "kFp8StaticChannelSym", "block": "kFp8Static128BlockSym"}
+    assert _weight_format(getattr(quant_utils, keys[granularity]))["granularity"] == granularity
+    assert experts.config(w1, 4).quant.granularity == granularity
