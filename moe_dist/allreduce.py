@@ -82,17 +82,15 @@ class FinalizeAllReduce:
     def probe(self, num_tokens: int, spec: ProbeSpec) -> FinalizeAllReduceProbe:
         return FinalizeAllReduceProbe(self, num_tokens, spec)
 
-    def bind(self, tactic: Tactic, arena: Arena | Refused | None) -> Runner:
-        """A runner for every token count that `arena` has room for. TunerStateError: there is no arena, and why."""
+    def bind(self, tactic: Tactic, num_tokens: int, arena: Arena | Refused | None) -> Runner:
+        """A runner for up to `num_tokens` tokens. TunerStateError: there is no arena with so much room, and why."""
         if tactic == GLOO:
             return self._gloo
-        if not isinstance(arena, Arena):
-            why = (
-                arena.reason
-                if arena is not None
-                else "none is reserved; record the operation before the pass or reload that brings its epoch"
-            )
-            raise TunerStateError(f"{tactic} needs symmetric memory: {why}")
+        needed = self.workspace(tactic, num_tokens).nbytes
+        if not isinstance(arena, Arena) or arena.nbytes < needed:
+            unknown = "record the operation before the pass or reload that brings its epoch"
+            why = arena.reason if isinstance(arena, Refused) else unknown
+            raise TunerStateError(f"{tactic} has no symmetric memory for its {needed} bytes: {why}")
         run = _one_shot if tactic == ONE_SHOT else _two_shot
         return lambda rows, out: run(arena, self.patience.total_seconds(), rows, out)
 
@@ -144,7 +142,7 @@ class FinalizeAllReduceProbe:
     """Seeded rows, different on every rank and known to all, so that each rank has the truth of the whole sum."""
 
     def __init__(self, operation: FinalizeAllReduce, num_tokens: int, spec: ProbeSpec) -> None:
-        self.copies = spec.copies
+        self.copies, self._num_tokens = spec.copies, num_tokens
         self._operation = operation
         size, dtype = operation.size, operation.dtype
         drawn_rows = min(num_tokens, PROBE_ROWS)
@@ -165,7 +163,7 @@ class FinalizeAllReduceProbe:
         return max(float((result.float() - truth).norm(dim=1).max()) for result, truth in pairs) / self._scale
 
     def bind(self, tactic: Tactic) -> Callable[[int], Tactic]:
-        run = self._operation.bind(tactic, self._operation._arena)
+        run = self._operation.bind(tactic, self._num_tokens, self._operation._arena)
 
         def call(i: int) -> Tactic:
             run(self.inputs[i], self._outputs.tensors[i])
@@ -193,7 +191,7 @@ class ServedAllReduce:
     def __post_init__(self) -> None:
         self._epoch: Epoch | None = None
         self._index: dict[int, Runner] = {}
-        self._default = self.operation.bind(GLOO, None)
+        self._default = self.operation.bind(GLOO, 0, None)
 
     def __call__(self, rows: torch.Tensor, *, group_tokens: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """rows: [T, K, H] contiguous; group_tokens: T, which the caller guarantees equal on all ranks. Returns [T, H].
@@ -244,7 +242,9 @@ class ServedAllReduce:
         for bucket, winner in epoch.of(self.operation.problem, "eager").items():
             if (reason := self.operation.why_not(winner.tactic, bucket)) is not None:  # peers will run it
                 raise TunerStateError(f"this rank can't run the winner {winner.tactic} of {bucket} tokens: {reason}; tune again")
-            index.update(dict.fromkeys(range(bucket.low, bucket.high + 1), self.operation.bind(winner.tactic, self.tuner.arena)))
+            index.update(
+                dict.fromkeys(range(bucket.low, bucket.high + 1), self.operation.bind(winner.tactic, bucket.high, self.tuner.arena))
+            )
         self._epoch, self._index = epoch, index
 
 

@@ -24,7 +24,7 @@ from ranks import Rank, RankHangs, Ranks, run_ranks
 from moe_dist import allreduce
 from moe_dist.allreduce import GLOO, ONE_SHOT, TACTICS, TWO_SHOT, FinalizeAllReduce, Runner, ServedAllReduce
 from moe_dist.distributed.symmetric import Arena, Refused, _total, reserve
-from moe_dist.errors import CallsDiffer, ConfigError, GroupError, InputError, PassAborted, TunerStateError
+from moe_dist.errors import CallsDiffer, ConfigError, GroupError, InputError, PassAborted, RankLost, TunerStateError, TuningError
 from moe_dist.tuning.policy import STRATEGIES
 from moe_dist.tuning.problem import Bucket, ProbeSpec, Tactic, Workspace
 from moe_dist.tuning.tuner import Tuner
@@ -56,8 +56,8 @@ class Slowed(FinalizeAllReduce):
         real = super().workspace(tactic, num_tokens)
         return Workspace(real.nbytes + (self.greed if num_tokens > 1 else 0), symmetric=True) if real.symmetric else real
 
-    def bind(self, tactic: Tactic, arena: Arena | Refused | None) -> Runner:
-        inner, runs = super().bind(tactic, arena), 0
+    def bind(self, tactic: Tactic, num_tokens: int, arena: Arena | Refused | None) -> Runner:
+        inner, runs = super().bind(tactic, num_tokens, arena), 0
 
         def run(rows: torch.Tensor, out: torch.Tensor) -> None:
             nonlocal runs
@@ -108,7 +108,7 @@ def reduce_all(rank: Rank, dtype: str) -> Any:
     arena = reserve(group, "test", operation.workspace(ONE_SHOT, max(COUNTS)).nbytes)
     results = {}
     for tactic in TACTICS:
-        run = operation.bind(tactic, arena)
+        run = operation.bind(tactic, max(COUNTS), arena)
         for call, tokens in enumerate(COUNTS):
             out = poisoned(tokens, operation.dtype)
             run(rows_of(rank.index, tokens, call, operation.dtype), out)
@@ -237,7 +237,7 @@ def tunes_apart(rank: Rank) -> None:
     arena = reserve(group, "test", operation.workspace(ONE_SHOT, 4).nbytes)
     mine = min(TACTICS, key=lambda tactic: DISAGREEING[rank.index].get(tactic, 0.0))
     rank.mark(f"{rank.index}-calls-{mine.backend}")
-    operation.bind(mine, arena)(rows_of(rank.index, 4), poisoned(4))
+    operation.bind(mine, 4, arena)(rows_of(rank.index, 4), poisoned(4))
 
 
 def test_without_agreement_a_divergence_is_a_hang(tmp_path: Path) -> None:
@@ -335,12 +335,15 @@ def ends_in_a_call(rank: Rank, tactic: Tactic) -> Any:
                 time.sleep(3600)
 
             tuner.arena.post = stay  # type: ignore[method-assign]
-        try:
-            served(rows_of(rank.index, 4), group_tokens=4)
-        except GroupError as error:
-            with pytest.raises(TunerStateError, match="this group is dead"):
+        errors = []
+        for _ in range(2):
+            try:
                 served(rows_of(rank.index, 4), group_tokens=4)
-            raise error
+            except TuningError as error:
+                errors.append(error)
+        lost, dead = errors
+        assert isinstance(lost, RankLost)
+        return str(lost), lost.ranks, str(dead)
 
 
 @pytest.mark.parametrize(("tactic", "fault"), [(ONE_SHOT, signal.SIGKILL), (TWO_SHOT, signal.SIGKILL), (TWO_SHOT, signal.SIGSTOP)])
@@ -349,8 +352,12 @@ def test_a_rank_that_ends_in_the_middle_of_a_call_is_named_by_all(tactic: Tactic
         ranks.wait("inside")
         ranks.signal(1, fault)
         survivors = [ranks.join_one(rank, 30.0) for rank in (0, 2)]
-    assert [(outcome.error, outcome.culprits) for outcome in survivors] == [("RankLost", (1,))] * 2, survivors
-    assert all(f"rank 1 lost in {tactic['algorithm']} of [4, 7] float32: " in outcome.message for outcome in survivors)
+    for outcome in survivors:
+        assert not outcome.error, outcome
+        lost, culprits, dead = outcome.value
+        assert culprits == (1,)
+        assert lost.startswith(f"rank 1 lost in {tactic['algorithm']} of [4, 7] float32: ")
+        assert dead.startswith(f"this group is dead ({lost}), ")
 
 
 def ends_while_measuring(rank: Rank, strategy: str, tactic: Tactic) -> Any:
@@ -377,6 +384,57 @@ def test_a_rank_that_is_killed_while_a_collective_is_timed_is_named_by_all(strat
     assert survivors[0].message == survivors[1].message
 
 
+def limit_memory(leader: bool) -> int:
+    """Leave this process no room for 48 MiB of symmetric memory: in a file, which the leader makes, or in its addresses. Gives the kind of limit."""
+    kind = resource.RLIMIT_FSIZE if leader else resource.RLIMIT_AS
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(kind, (MIB if leader else pages * resource.getpagesize() + 40 * MIB, resource.RLIM_INFINITY))
+    return kind
+
+
+def cannot_lend(rank: Rank) -> Any:
+    operation = Slowed(rank, fastest(ONE_SHOT))
+    operation.greed = 48 * MIB
+    if rank.index == 1:
+        limit_memory(leader=False)
+    with make_tuner(rank, "reduce", progress_timeout=30.0) as tuner:
+        tuner.record(operation)
+        report = tuner.run_pass([LARGE])
+        served = ServedAllReduce(operation, tuner)
+        return str(served.lookup(4)), [(str(tactic), why) for _, tactic, why in report.rejected], serve_right(rank, served, 4)
+
+
+def test_memory_for_measuring_that_one_rank_cannot_have_leaves_out_what_needs_it(tmp_path: Path) -> None:
+    outcomes = run_ranks(cannot_lend, 2, tmp_path)
+    assert [outcome.error for outcome in outcomes] == [""] * 2, outcomes
+    assert outcomes[1].value == outcomes[0].value
+    winner, rejected, right = outcomes[0].value
+    assert winner == str(GLOO)
+    assert [tactic for tactic, _ in rejected] == [str(ONE_SHOT), str(TWO_SHOT)]
+    assert all("bytes of symmetric memory a rank could not be reserved: rank 1: " in why for _, why in rejected)
+    assert right
+
+
+def reloads(rank: Rank, strategy: str) -> Any:
+    operation = Slowed(rank)
+    with make_tuner(rank, strategy, progress_timeout=30.0) as tuner:
+        served = ServedAllReduce(operation, tuner)
+        unrecorded = tuner.reload()
+        with pytest.raises(
+            TunerStateError, match="has no symmetric memory for its 56 bytes: record the operation before the pass or reload"
+        ):
+            served(rows_of(rank.index, 4), group_tokens=4)
+        tuner.record(operation)
+        return unrecorded, tuner.reload(), str(served.lookup(4)), [serve_right(rank, served, tokens) for tokens in (1, 4)]
+
+
+def test_a_reloaded_epoch_gets_its_memory(tmp_path: Path) -> None:
+    first = run_ranks(tune_and_serve, 2, tmp_path, "reduce", (fastest(ONE_SHOT),))
+    assert first[0].value[1] == [str(ONE_SHOT)] * 2, first
+    outcomes = run_ranks(reloads, 2, tmp_path, "reduce")
+    assert [outcome.value for outcome in outcomes] == [(True, True, str(ONE_SHOT), [True, True])] * 2, outcomes
+
+
 def cannot_reserve(rank: Rank, strategy: str, who: int) -> Any:
     """The larger bucket's winner is a hit that needs 48 MiB a rank, which rank `who` may not have."""
     operation = Slowed(rank, fastest(ONE_SHOT))
@@ -386,11 +444,7 @@ def cannot_reserve(rank: Rank, strategy: str, who: int) -> Any:
         served = ServedAllReduce(operation, tuner)
         tuner.run_pass([SMALL])
         before = tuner.epoch
-        kind = resource.RLIMIT_FSIZE if who == 0 else resource.RLIMIT_AS
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = MIB if who == 0 else pages * resource.getpagesize() + 40 * MIB
-        if rank.index == who:
-            resource.setrlimit(kind, (limit, resource.RLIM_INFINITY))
+        limited = limit_memory(leader=who == 0) if rank.index == who else resource.RLIMIT_AS
         message, culprits = "", ()
         try:
             tuner.run_pass([LARGE])
@@ -398,7 +452,7 @@ def cannot_reserve(rank: Rank, strategy: str, who: int) -> Any:
             message, culprits = str(error), error.ranks
         kept = tuner.epoch is before and served.lookup(4) == GLOO and served.lookup(1) == ONE_SHOT
         right = [serve_right(rank, served, tokens) for tokens in (1, 4)]
-        resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        resource.setrlimit(limited, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         tuner.run_pass([LARGE])
         right += [serve_right(rank, served, tokens) for tokens in (1, 4)]
         return message, culprits, kept, right, str(served.lookup(4))

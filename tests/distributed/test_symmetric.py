@@ -15,6 +15,7 @@ from uuid import uuid4
 import pytest
 import torch
 from ranks import Rank, Ranks, run_ranks
+from tmpfs import tmpfs
 
 from moe_dist.distributed import symmetric
 from moe_dist.distributed.group import RankGroup
@@ -188,6 +189,24 @@ def test_one_rank_that_cannot_have_it_is_a_refusal_for_all(who: int, why: str, s
     outcomes = run_ranks(limited, 3, tmp_path, shm, who)
     reason = f"16777216 bytes of symmetric memory a rank could not be reserved: rank {who}: {why}"
     assert [outcome.value for outcome in outcomes] == [(reason, (who,), 3)] * 3, outcomes
+
+
+def fill(rank: Rank, folder: Path) -> Any:
+    """More than there is room for, then less: every byte of which can be written."""
+    group, _ = open_group(rank, folder)
+    refused = reserve(group, "much", MIB)
+    assert isinstance(refused, Refused)
+    arena = reserve(group, "less", 64 * 1024)
+    assert isinstance(arena, Arena)
+    arena.data(1 - rank.index, torch.uint8, arena.nbytes).fill_(7)
+    return refused.reason
+
+
+def test_shared_memory_that_is_full_is_a_refusal_not_a_crash_at_the_first_write(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "shm", "256k"):
+        outcomes = run_ranks(fill, 2, tmp_path / "ranks", tmp_path / "shm")
+    reason = "1048576 bytes of symmetric memory a rank could not be reserved: rank 0: OSError: [Errno 28] No space left on device"
+    assert [outcome.value for outcome in outcomes] == [reason] * 2, outcomes
 
 
 def stopped_in(rank: Rank, shm: Path, who: int) -> Any:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
+from tmpfs import tmpfs
 
 from moe_dist.stores.codec import Malformed, decode_entry, encode_entry
 from moe_dist.stores.filesystem import SUFFIX, TEMPORARY, FilesystemStore
@@ -145,20 +146,6 @@ def test_a_directory_that_is_deleted_again_and_again(tmp_path):
 
 
 # --- disks that say no
-
-
-@contextlib.contextmanager
-def tmpfs(folder, size):
-    folder.mkdir()
-    if (
-        os.geteuid() != 0
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True).returncode
-    ):
-        pytest.skip("mounting a tmpfs is not allowed here; the simulated errors stand for it")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_a_disk_that_is_really_full_and_then_read_only(tmp_path, caplog):
