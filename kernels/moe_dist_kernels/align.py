@@ -55,6 +55,7 @@ def align_one_kernel(
     map_ptr,
     cursor_ptr,
     slots_ptr,
+    places_ptr,
     tile_expert_ptr,
     tile_row_ptr,
     tile_rows_ptr,
@@ -86,6 +87,8 @@ def align_one_kernel(
         local = local_expert(ids_ptr, map_ptr, at + lane, at + lane < num_slots, NUM_LOCAL, MAP_SIZE)
         row = tl.atomic_add(cursor_ptr + local, 1, mask=local >= 0, sem="relaxed", scope="cta")
         tl.store(slots_ptr + row, at + lane, mask=local >= 0)
+        if places_ptr is not None:
+            tl.store(places_ptr + at + lane, tl.where(local >= 0, row, -1), mask=at + lane < num_slots)
     _write_tiles(counts, starts, expert, tile_expert_ptr, tile_row_ptr, tile_rows_ptr, num_tiles_ptr, NUM_LOCAL, BLOCK_M)
 
 
@@ -120,6 +123,7 @@ def align_place_kernel(
     counts_ptr,
     cursor_ptr,
     slots_ptr,
+    places_ptr,
     tile_expert_ptr,
     tile_row_ptr,
     tile_rows_ptr,
@@ -156,6 +160,8 @@ def align_place_kernel(
     local = local_expert(ids_ptr, map_ptr, slot, slot < num_slots, NUM_LOCAL, MAP_SIZE)
     place = tl.atomic_add(cursor_ptr + local, 1, mask=local >= 0, sem="relaxed", scope="cta")
     tl.store(slots_ptr + place, slot, mask=local >= 0)
+    if places_ptr is not None:
+        tl.store(places_ptr + slot, tl.where(local >= 0, place, -1), mask=slot < num_slots)
     if chunk == 0:
         _write_tiles(counts, starts, expert, tile_expert_ptr, tile_row_ptr, tile_rows_ptr, num_tiles_ptr, NUM_LOCAL, BLOCK_M)
 
@@ -176,14 +182,17 @@ class Align:
     """The launches of the sort for one expert count, map and BLOCK_M.
 
     Call it with integer pointers (tensors if interpreted): ids [S] int32 or int64; map int32 or None; and of scratch, int32:
-    counts and cursor [chunks * E] (see `chunks`), slots [S], tile_expert, tile_row, tile_rows [max_tiles], num_tiles [1].
+    counts and cursor [chunks * E] (see `chunks`), slots [S], tile_expert, tile_row, tile_rows [max_tiles], num_tiles [1], and, with
+    `places`, places [S]: the row of each slot, -1 for remote ones.
     """
 
-    def __init__(self, *, ids_dtype: torch.dtype, num_local: int, map_size: int | None, block_m: int, pdl: bool) -> None:
+    def __init__(
+        self, *, ids_dtype: torch.dtype, num_local: int, map_size: int | None, block_m: int, pdl: bool, places: bool = False
+    ) -> None:
         ints = torch.int32
         map_dtype = None if map_size is None else ints
         common: dict[str, Any] = {"NUM_LOCAL": num_local, "MAP_SIZE": num_local if map_size is None else map_size}
-        tiles = (ints, ints, ints, ints)
+        tiles = (ints if places else None, ints, ints, ints, ints)
         padded = int(triton.next_power_of_2(num_local))
         self.one = {
             chunk: Launch(
@@ -213,7 +222,7 @@ class Align:
         return [self.one[128 if num_slots <= 128 else 512 if num_slots <= 512 else ONE_PROGRAM_SLOTS]]
 
     def __call__(self, device: int, stream: int, num_slots: int, ids: Any, expert_map: Any, at: dict[str, Any]) -> None:
-        tiles = (at["tile_expert"], at["tile_row"], at["tile_rows"], at["num_tiles"])
+        tiles = (at.get("places"), at["tile_expert"], at["tile_row"], at["tile_rows"], at["num_tiles"])
         if num_slots <= ONE_PROGRAM_SLOTS:
             (one,) = self.launches(num_slots)
             one(1, device, stream, ids, expert_map, at["cursor"], at["slots"], *tiles, num_slots)

@@ -7,7 +7,7 @@ Legend: T tokens, K slots of a token, E local experts, N routed experts, H hidde
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -93,10 +93,12 @@ class RouterShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a card allows: shared memory of one block, in bytes; whether it has the copy engine; its multiprocessors."""
+    """What a card allows: shared memory of one block, in bytes; whether it has the copy engine and Hopper's matrix
+    instructions; its multiprocessors."""
 
     shared_bytes: int = 232448
     has_tma: bool = True
+    has_wgmma: bool = True
     processors: int = 132
 
     @classmethod
@@ -108,6 +110,7 @@ class Limits:
         return cls(
             shared_bytes=found.shared_memory_per_block_optin,
             has_tma=found.major >= 9,
+            has_wgmma=found.major == 9,
             processors=found.multi_processor_count,
         )
 
@@ -154,7 +157,31 @@ class SortedPlan:
         return None
 
 
-Plan = DecodePlan | SortedPlan
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpecialisedPlan:
+    """The sorted path with hopper.py's products: fp8, tiles of 128 rows, group_m of them sharing weights in L2, `stages` in flight."""
+
+    group_m: int
+    stages: int
+    block_m: ClassVar[int] = 128
+    act_group: ClassVar[int] = 64  # columns of the activation that share a scale
+
+    def why_not(self, shape: ExpertsShape, limits: Limits) -> str | None:
+        if not shape.fp8 or shape.kind != "swiglu" or shape.up_bias or shape.down_bias or shape.weight_on_input:
+            return "the warp-specialised products know fp8 weights, SwiGLU and the weight on the output, and no bias"
+        if shape.hidden % SCALE_BLOCK:
+            return f"the warp-specialised products need a hidden size that is a multiple of {SCALE_BLOCK}, not {shape.hidden}"
+        if not limits.has_wgmma:
+            return "the warp-specialised products are written in Hopper's instructions, for compute capability 9.0"
+        if self.group_m < 1 or not 2 <= self.stages <= 8:
+            return f"group_m {self.group_m} must be at least 1, stages {self.stages} 2 to 8"
+        need = self.stages * 32768 + 20480  # 32 KB a stage, the results' way out, barriers
+        if need > limits.shared_bytes:
+            return f"{self.stages} stages need {need} bytes of shared memory, a block has {limits.shared_bytes}; take fewer"
+        return None
+
+
+Plan = DecodePlan | SortedPlan | SpecialisedPlan
 
 
 def scratch(shape: ExpertsShape, plan: Plan, num_tokens: int, *, routed: bool) -> Scratch:
@@ -168,11 +195,16 @@ def scratch(shape: ExpertsShape, plan: Plan, num_tokens: int, *, routed: bool) -
         return Scratch(**parts)
     parts["act"] = (count * shape.inter, shape.weight_dtype)
     if shape.fp8:
+        specialised = isinstance(plan, SpecialisedPlan)
+        group = plan.act_group if isinstance(plan, SpecialisedPlan) else plan.up.block_n
+        rows = count if specialised else num_tokens
         parts |= {
-            "act_scale": (count * -(-shape.inter // plan.up.block_n), torch.float32),
-            "x": (num_tokens * shape.hidden, torch.float8_e4m3fn),
-            "x_scale": (num_tokens * -(-shape.hidden // SCALE_BLOCK), torch.float32),
+            "act_scale": (count * -(-shape.inter // group), torch.float32),
+            "x": (rows * shape.hidden, torch.float8_e4m3fn),
+            "x_scale": (rows * -(-shape.hidden // SCALE_BLOCK), torch.float32),
         }
+        if specialised:
+            parts |= {"places": (count, torch.int32), "row_weights": (count, torch.float32)}
     cursors = chunks(count) * shape.num_local
     tiles = max(1, max_tiles(count, shape.num_local, plan.block_m))
     parts |= {"cursor": (cursors, torch.int32), "slots": (count, torch.int32), "num_tiles": (1, torch.int32)}
@@ -271,6 +303,13 @@ class Experts:
                 self._down_weights = (None, launches["down"].params[4].of(w2), self._w2_scale)
             if shape.fp8:
                 self._quantise = quantise_launch(dtype=shape.dtype, hidden=shape.hidden, pdl=self._pdl)
+        elif isinstance(plan, SpecialisedPlan):
+            if self._interpreted:
+                raise ValueError("warp-specialised kernels can't be interpreted; choose another plan")
+            launches = self.launchers(torch.int32)
+            self._processors = Limits.of(self.device).processors
+            self._up_weights = (launches["up"].params[1].of(w13.view(-1, shape.hidden)), self._w13_scale)
+            self._down_weights = (launches["down"].params[1].of(w2.view(-1, shape.inter)), self._w2_scale)
         self._scratches: dict[tuple[int, bool], Scratch] = {}
         self._route = route_launch(**dataclasses.asdict(router), pdl=self._pdl) if router is not None else None
 
@@ -362,6 +401,25 @@ class Experts:
             outputs = tokens if shape.finalize else count
             grid = outputs * -(-shape.hidden // plan.down.block_n)
             down(grid, device, stream, at["act"], *weights2, down_weights, ids_ptr, self._map, out_ptr, outputs)
+        elif isinstance(plan, SpecialisedPlan):
+            launchers["align"](device, stream, count, ids_ptr, self._map, at)
+            row_weights = at["row_weights"]
+            grid = tokens * launchers["scatter_blocks"]
+            launchers["scatter"](grid, device, stream, x_ptr, weights_ptr, at["places"], at["x"], at["x_scale"], row_weights, tokens)
+            found = (at["tile_expert"], at["tile_row"], at["tile_rows"], at["num_tiles"])
+            up, down = launchers["up"], launchers["down"]
+            boxes = (
+                up.params[0].of(layout.view(block, "x").view(count, shape.hidden)),
+                self._up_weights[0],
+                at["x_scale"],
+                self._up_weights[1],
+            )
+            up(self._processors, device, stream, *boxes, at["slots"], None, *found, at["act"], at["act_scale"])
+            y = at.get("y", out_ptr)
+            act = layout.view(block, "act").view(count, shape.inter)
+            boxes = (down.params[0].of(act), self._down_weights[0], at["act_scale"], self._down_weights[1])
+            down(self._processors, device, stream, *boxes, at["slots"], row_weights, *found, y, None)
+            self._finish(launchers, tokens, count, stream, "y" in at, y, ids_ptr, out_ptr)
         else:
             act_scale = x_scale = None
             if shape.fp8:
@@ -383,12 +441,18 @@ class Experts:
                 view = layout.view(block, "act").view(count, shape.inter)
                 rows = (None, launchers["down"].params[1].of(view), act_scale)
             launchers["down"](grid, device, stream, *rows, *self._down_weights, self._w2_bias, down_weights, *tiles, y)
-            blocks = finalize_blocks(shape.hidden)
-            if in_place:
-                launchers["zero_remote"](count * blocks, device, stream, ids_ptr, self._map, out_ptr, count)
-            else:
-                launchers["finalize"](tokens * blocks, device, stream, y, ids_ptr, self._map, out_ptr, tokens)
+            self._finish(launchers, tokens, count, stream, not in_place, y, ids_ptr, out_ptr)
         del block  # alive until everything that uses it is in the stream
+
+    def _finish(
+        self, launchers: dict[str, Any], tokens: int, count: int, stream: int, summed: bool, y: Any, ids_ptr: Any, out_ptr: Any
+    ) -> None:
+        """The rows of `y` into `out`, or zeros into the remote rows of what is `out` already."""
+        blocks = finalize_blocks(self.shape.hidden)
+        if summed:
+            launchers["finalize"](tokens * blocks, self._index, stream, y, ids_ptr, self._map, out_ptr, tokens)
+        else:
+            launchers["zero_remote"](count * blocks, self._index, stream, ids_ptr, self._map, out_ptr, count)
 
     @staticmethod
     def _tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -424,13 +488,35 @@ def make_launchers(shape: ExpertsShape, plan: Plan, ids_dtype: torch.dtype, *, p
             "up": decode_up_launch(**ids, **sizes, **up, tile=plan.up),
             "down": decode_down_launch(**ids, **sizes, bias=shape.down_bias, slots=shape.slots if shape.finalize else 1, tile=plan.down),
         }
+    last = {
+        "finalize": finalize_launch(dtype=shape.dtype, hidden=shape.hidden, top_k=shape.slots, **ids),
+        "zero_remote": zero_remote_launch(dtype=shape.dtype, hidden=shape.hidden, **ids),
+    }
+    if isinstance(plan, SpecialisedPlan):
+        from moe_dist_kernels import hopper  # Gluon, which no other plan needs
+
+        return {
+            "align": Align(block_m=plan.block_m, places=True, **ids),
+            "scatter": hopper.scatter_launch(dtype=shape.dtype, hidden=shape.hidden, top_k=shape.slots, pdl=pdl),
+            "scatter_blocks": hopper.scatter_blocks(shape.hidden),
+            **hopper.product_launches(
+                dtype=shape.dtype,
+                hidden=shape.hidden,
+                inter=shape.inter,
+                limit=shape.limit,
+                alpha=shape.alpha,
+                beta=shape.beta,
+                group_m=plan.group_m,
+                stages=plan.stages,
+            ),
+            **last,
+        }
     cut: dict[str, Any] = {"block_m": plan.block_m, "group_m": plan.group_m, "swap_ab": plan.swap_ab, "pdl": pdl}
     return {
         "align": Align(block_m=plan.block_m, **ids),
         "up": up_launch(**sizes, **up, **cut, tile=plan.up),
         "down": down_launch(**sizes, bias=shape.down_bias, **cut, tile=plan.down, row_group=plan.up.block_n),
-        "finalize": finalize_launch(dtype=shape.dtype, hidden=shape.hidden, top_k=shape.slots, **ids),
-        "zero_remote": zero_remote_launch(dtype=shape.dtype, hidden=shape.hidden, **ids),
+        **last,
     }
 
 
@@ -441,7 +527,7 @@ def all_launches(shape: ExpertsShape, plan: Plan, *, ids_dtype: torch.dtype = to
         if isinstance(launch, Align):
             found |= {f"align_one_{chunk}": one for chunk, one in launch.one.items()}
             found |= {"align_count": launch.count, "align_place": launch.place}
-        else:
+        elif isinstance(launch, Launch):
             found[name] = launch
     if shape.fp8 and isinstance(plan, SortedPlan):
         found["quantise"] = quantise_launch(dtype=shape.dtype, hidden=shape.hidden, pdl=pdl)
@@ -461,6 +547,7 @@ __all__ = [
     "Plan",
     "RouterShape",
     "SortedPlan",
+    "SpecialisedPlan",
     "all_launches",
     "is_interpreted",
     "scratch",

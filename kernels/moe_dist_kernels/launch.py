@@ -30,13 +30,34 @@ _TRITON_NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Descriptor:
-    """A parameter that is a tensor descriptor for the copy engine: element dtype and block shape."""
+    """A parameter that is a tensor descriptor for the copy engine: element dtype and block shape.
+
+    swizzle: bytes of the swizzle pattern in shared memory, which a Gluon kernel states itself; None: a Triton kernel.
+    """
 
     dtype: torch.dtype
     block: tuple[int, ...]
+    swizzle: int | None = None
+
+    @property
+    def layout(self) -> Any:
+        """The layout in shared memory of a Gluon kernel's blocks."""
+        from triton.experimental.gluon.language import NVMMASharedLayout
+
+        return NVMMASharedLayout(swizzle_byte_width=self.swizzle, element_bitwidth=8 * self.dtype.itemsize, rank=len(self.block))
+
+    @property
+    def signature(self) -> str:
+        """As Triton's compiler writes the type."""
+        layout = "" if self.swizzle is None else f",{self.layout!r}"
+        return f"tensordesc<{_TRITON_NAMES[self.dtype][1:]}{list(self.block)}{layout}>"
 
     def of(self, tensor: torch.Tensor) -> Any:
         """The descriptor of a contiguous tensor of as many dimensions as the block."""
+        if self.swizzle is not None:
+            from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+            return GluonDescriptor.from_tensor(tensor, list(self.block), self.layout)
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         return TensorDescriptor.from_tensor(tensor, list(self.block))
@@ -53,6 +74,7 @@ class Launch:
 
     params: the runtime parameters in the kernel's order, each a torch dtype (a pointer to it), a Descriptor, None (a
         pointer that is not used) or INT. constants: the kernel's constexpr parameters, all after the runtime ones.
+    max_registers: a cap on registers a thread, which a warp-specialised kernel shares out anew.
     pdl: launched with programmatic dependent launch: the kernel itself waits before it reads what its predecessor wrote.
     Pointers are taken as 16-byte aligned unless the kernel says otherwise; callers see to it.
     """
@@ -63,12 +85,15 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 1
     pdl: bool = False
+    max_registers: int | None = None
 
     def __post_init__(self) -> None:
         self._constants = tuple(self.constants.values())
         self._options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if self.pdl:
             self._options["launch_pdl"] = True
+        if self.max_registers is not None:
+            self._options["maxnreg"] = self.max_registers
         self._compiled: dict[int, tuple[Any, Any, Any]] = {}
         self._interpreted = interpreted(self.kernel)
 
@@ -92,13 +117,18 @@ class Launch:
             elif param is INT:
                 signature[name] = "i32"
             elif isinstance(param, Descriptor):
-                signature[name] = f"tensordesc<{_TRITON_NAMES[param.dtype][1:]}{list(param.block)}>"
+                signature[name] = param.signature
             else:
                 signature[name] = _TRITON_NAMES[param]  # type: ignore[index]
                 if not self.kernel.params[index].do_not_specialize_on_alignment:
                     attrs[(index,)] = [["tt.divisibility", 16]]
         signature |= dict.fromkeys(self.constants, "constexpr")
-        source = triton.compiler.ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=attrs)
+        source_type: Any = triton.compiler.ASTSource
+        if self.kernel.is_gluon():
+            from triton.experimental.gluon._runtime import GluonASTSource
+
+            source_type = GluonASTSource
+        source = source_type(fn=self.kernel, signature=signature, constexprs=constants, attrs=attrs)
         return triton.compile(source, target=target, options=self._options)
 
     def __call__(self, grid: int, device: int, stream: int, *arguments: Any) -> None:

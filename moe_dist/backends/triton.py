@@ -30,6 +30,7 @@ _SORTED_FIELDS = {
     *(f"{side}_{name}" for side in ("up", "down") for name in ("stages", "tma", "persistent")),
 }
 _SORTED_FIELDS |= _DECODE_FIELDS
+_SPECIALISED_FIELDS = {"path", "group_m", "stages"}
 _MOST_TACTICS = 24  # of one bucket: what a tuner can time within its budget
 _ANY = Bucket(1, 1 << 30)  # a bucket for "any count": the sorted path at its widest
 
@@ -57,6 +58,11 @@ def _sorted(block_m: int, up: _Product, down: _Product, *, group_m: int = 1, swa
         params |= {f"{side}_{name}": value for name, value in zip(("n", "k", "warps", "stages"), tile[:4], strict=True)}
         params |= {f"{side}_tma": "t" in tile[4], f"{side}_persistent": "p" in tile[4]}
     return Tactic("triton", tuple(sorted(params.items())))
+
+
+def _specialised(*, group_m: int) -> Tactic:
+    """The sorted path with warp-specialised products, with the most stages that fit."""
+    return Tactic.of("triton", path="specialised", group_m=group_m, stages=6)
 
 
 # One family for batch invariance: whatever the batch, a row meets the same instructions in the same order.
@@ -118,14 +124,17 @@ class TritonBackend(Backend):
         if problem.config.execution.batch_invariant and tactic not in (_INVARIANT, _SMALL_CARD):
             return f"batch invariance has one family of tactics, {_INVARIANT}"
         fields = {name for name, _ in tactic.params}
-        if fields not in (_DECODE_FIELDS, _SORTED_FIELDS):
-            return f"{tactic} has parameters {sorted(fields)}; known are {sorted(_DECODE_FIELDS)} and {sorted(_SORTED_FIELDS)}"
+        known = (_DECODE_FIELDS, _SORTED_FIELDS, _SPECIALISED_FIELDS)
+        if fields not in known:
+            return f"{tactic} has parameters {sorted(fields)}; known are {' or '.join(str(sorted(names)) for names in known)}"
         try:
             plan = _plan(tactic)
         except TypeError as error:
             return str(error)
-        from moe_dist_kernels import Limits
+        from moe_dist_kernels import Limits, SpecialisedPlan
 
+        if isinstance(plan, SpecialisedPlan) and device.type == "cpu" and _interpreting():
+            return "warp-specialised kernels can't be interpreted"
         return plan.why_not(_shape(problem, num_local=1, mapped=False), Limits.of(device))
 
     def workspace(self, problem: MoEProblem, tactic: Tactic, num_tokens: int) -> Workspace:
@@ -249,7 +258,7 @@ def _flag(tactic: Tactic, name: str) -> bool:
 
 def _plan(tactic: Tactic) -> Plan:
     """The kernels' plan of a tactic with the right fields. TypeError: a parameter of the wrong type."""
-    from moe_dist_kernels import DecodePlan, DecodeTile, ProductTile, SortedPlan
+    from moe_dist_kernels import DecodePlan, DecodeTile, ProductTile, SortedPlan, SpecialisedPlan
 
     def small(side: str) -> DecodeTile:
         return DecodeTile(
@@ -266,10 +275,15 @@ def _plan(tactic: Tactic) -> Plan:
             persistent=_flag(tactic, f"{side}_persistent"),
         )
 
-    if tactic["path"] == "decode" and {name for name, _ in tactic.params} == _DECODE_FIELDS:
+    fields = {name for name, _ in tactic.params}
+    if tactic["path"] == "decode" and fields == _DECODE_FIELDS:
         return DecodePlan(up=small("up"), down=small("down"))
-    if tactic["path"] != "sorted":
-        raise TypeError(f"path of {tactic} is {tactic['path']!r}; it must be 'decode' or 'sorted', with that path's parameters")
+    if tactic["path"] == "specialised" and fields == _SPECIALISED_FIELDS:
+        return SpecialisedPlan(group_m=_number(tactic, "group_m"), stages=_number(tactic, "stages"))
+    if tactic["path"] != "sorted" or fields != _SORTED_FIELDS:
+        raise TypeError(
+            f"path of {tactic} is {tactic['path']!r}; it must be 'decode', 'sorted' or 'specialised', with that path's parameters"
+        )
     return SortedPlan(
         block_m=_number(tactic, "block_m"),
         group_m=_number(tactic, "group_m"),
@@ -337,7 +351,7 @@ _FP8: tuple[tuple[float, tuple[Tactic, ...]], ...] = (
         ),
     ),
     (
-        100,
+        70,
         (
             _sorted(64, (64, 128, 4, 4, "t"), (128, 64, 4, 5, "t"), group_m=8),
             _sorted(64, (64, 128, 4, 3, ""), (128, 64, 4, 4, ""), group_m=8),
@@ -346,6 +360,7 @@ _FP8: tuple[tuple[float, tuple[Tactic, ...]], ...] = (
     (
         float("inf"),
         (
+            _specialised(group_m=8),
             _sorted(64, (128, 128, 8, 4, "t"), (128, 128, 4, 3, "t"), group_m=8),
             _sorted(64, (64, 128, 4, 3, ""), (128, 64, 4, 4, ""), group_m=8),
         ),
@@ -412,6 +427,6 @@ def _worth_timing_fp8(slots: int, rows: float) -> Iterator[Tactic]:
                 yield _sorted(64, up, down, group_m=8)
         for down in ((128, 128, 4, 3, "t"), (128, 128, 4, 4, "t"), (128, 64, 4, 5, "t")):
             yield _sorted(64, (128, 128, 8, 4, "t"), down, group_m=8)
-    if rows > 60:
-        for up in ((64, 128, 8, 4, "t"), (64, 128, 8, 4, "")):
-            yield _sorted(128, up, (128, 64, 8, 5, "t"), group_m=8)
+    if rows > 40:
+        for group_m in (8, 4, 16):
+            yield _specialised(group_m=group_m)

@@ -10,7 +10,7 @@ from moe_dist_kernels import Limits
 
 from moe_dist.backends.base import MoEProblem
 from moe_dist.backends.triton import TritonBackend, TritonConfig
-from moe_dist.config import ExecutionConfig, ExpertConfig, MoEConfig, QuantConfig, RoutingConfig
+from moe_dist.config import ActivationConfig, ExecutionConfig, ExpertConfig, MoEConfig, QuantConfig, RoutingConfig
 from moe_dist.tuning.problem import Bucket, BucketLadder, Tactic
 
 BACKEND = TritonBackend()
@@ -50,7 +50,7 @@ def test_a_card_with_99_kb_gets_a_smaller_default(monkeypatch: pytest.MonkeyPatc
     """The prefill default needs 196,608 bytes of shared memory; such a card has 101,376 for a block."""
     problem, bucket = problem_of("qwen3-30b-a3b"), Bucket(4097, 8192)
     wide = BACKEND.default(problem, bucket, CPU)
-    monkeypatch.setattr(Limits, "of", lambda device: Limits(shared_bytes=101376, has_tma=False, processors=84))
+    monkeypatch.setattr(Limits, "of", lambda device: Limits(shared_bytes=101376, has_tma=False, has_wgmma=False, processors=84))
     reason = BACKEND.why_not_tactic(problem, wide, bucket, CPU)
     assert reason is not None
     assert "196608 bytes of shared memory, a block has 101376" in reason
@@ -81,7 +81,7 @@ def _changed(tactic: Tactic, **params: object) -> Tactic:
         ({"down_stages": 9}, "stages 9 must be 1 to 8"),
         ({"up_n": 256}, "of shared memory, a block has 232448"),
         ({"block_m": "128"}, "block_m of .* is '128'; it must be an integer"),
-        ({"path": "scattered"}, "is 'scattered'; it must be 'decode' or 'sorted'"),
+        ({"path": "scattered"}, "is 'scattered'; it must be 'decode', 'sorted' or 'specialised'"),
         ({"colour": 1}, "has parameters .*colour"),
     ],
 )
@@ -90,6 +90,36 @@ def test_stored_tactics_that_can_not_run_are_refused_with_the_reason(params: dic
     tactic = _changed(BACKEND.default(problem, bucket, CPU), **params)
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(BACKEND.why_not_tactic(problem, tactic, bucket, CPU))
+
+
+FP8 = QuantConfig(weight="fp8", granularity="block", block_shape=(128, 128))
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
+def test_fp8_blocks_have_a_default_and_a_bounded_list_too(name: str) -> None:
+    problem = problem_of(name, quant=FP8)
+    for bucket in BucketLadder.powers_of_two(16384).buckets():
+        tactics = BACKEND.tactics(problem, bucket, CPU, TritonConfig())
+        assert 1 <= len(tactics) <= 24
+        assert BACKEND.default(problem, bucket, CPU) in tactics
+        assert all(BACKEND.workspace(problem, tactic, bucket.high).nbytes > 0 for tactic in tactics)
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"activation": ActivationConfig("relu2")}, "know fp8 weights, SwiGLU"),
+        ({"quant": QuantConfig()}, "know fp8 weights, SwiGLU"),
+        ({"experts": ExpertConfig(hidden_size=2080, intermediate_size=768)}, "multiple of 128, not 2080"),
+    ],
+)
+def test_warp_specialised_products_say_what_they_do_not_know(parts: dict[str, object], reason: str) -> None:
+    bucket = Bucket(16384, 16384)
+    tactic = BACKEND.default(problem_of("qwen3-30b-a3b", quant=FP8), bucket, CPU)
+    assert tactic["path"] == "specialised"
+    problem = problem_of("qwen3-30b-a3b", **({"quant": FP8} | parts))
+    assert reason in str(BACKEND.why_not_tactic(problem, tactic, bucket, CPU))
+    assert BACKEND.default(problem, bucket, CPU)["path"] == "sorted"
 
 
 def test_another_backends_tactic_is_refused() -> None:

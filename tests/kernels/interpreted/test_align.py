@@ -12,7 +12,12 @@ def sort(
 ) -> tuple[list[int], list[tuple[int, int, int]]]:
     """(slots in sorted order, tiles as (expert, first row, rows)) over poisoned scratch."""
     align = Align(
-        ids_dtype=ids.dtype, num_local=num_local, map_size=None if expert_map is None else len(expert_map), block_m=block_m, pdl=False
+        ids_dtype=ids.dtype,
+        num_local=num_local,
+        map_size=None if expert_map is None else len(expert_map),
+        block_m=block_m,
+        pdl=False,
+        places=True,
     )
     count, device = ids.numel(), ids.device
     tiles = max(1, max_tiles(count, num_local, block_m))
@@ -21,7 +26,7 @@ def sort(
         return torch.full((size,), -7, dtype=torch.int32, device=device)
 
     cursors = chunks(count) * num_local
-    at = {"cursor": part(cursors), "counts": part(cursors), "slots": part(count), "num_tiles": part(1)}
+    at = {"cursor": part(cursors), "counts": part(cursors), "places": part(count), "slots": part(count), "num_tiles": part(1)}
     at |= {name: part(tiles) for name in ("tile_expert", "tile_row", "tile_rows")}
     if device.type == "cpu":
         align(0, stream, count, ids, expert_map, at)
@@ -38,7 +43,13 @@ def sort(
     used = int(at["num_tiles"])
     assert used <= max_tiles(count, num_local, block_m)
     columns = [at[name][:used].tolist() for name in ("tile_expert", "tile_row", "tile_rows")]
-    return at["slots"].tolist(), list(zip(*columns, strict=True))
+    slots, tiles_found = at["slots"].tolist(), list(zip(*columns, strict=True))
+    rows = sum(row_count for _, _, row_count in tiles_found)
+    places = [-1] * count
+    for row, slot in enumerate(slots[:rows]):
+        places[slot] = row
+    assert at["places"].tolist() == places, "the inverse of slots"
+    return slots, tiles_found
 
 
 def check(ids: torch.Tensor, num_local: int, block_m: int, stream: int, expert_map: torch.Tensor | None = None) -> None:

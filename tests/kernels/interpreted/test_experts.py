@@ -186,7 +186,7 @@ FP8 = {  # weights in blocks of 128 x 128; up's block_n is the group of columns 
 def test_fp8_blocks(name: str, hidden: int, inter: int, kind: str, device: torch.device) -> None:
     """Scales lie between 0.5 and 1.5, each its own: one taken from a neighbouring block is far outside the bound.
 
-    The small path multiplies in fp32. The others quantise rows to fp8, 3 bits of mantissa: 4% through two products, and
+    The small path multiplies in fp32. The others quantise rows to fp8, 3 bits of mantissa: 4 to 6% through two products, and
     9% under the interpreter, which rounds towards zero.
     """
     torch.manual_seed(hidden + inter)
@@ -212,7 +212,7 @@ def test_fp8_blocks(name: str, hidden: int, inter: int, kind: str, device: torch
         return w.float() * wide[:, : w.shape[1], : w.shape[2]]
 
     truth = experts_truth(x, plain(w13, s13), plain(w2, s2), ids, weights, kind=kind).sum(1)
-    bound = 1e-5 if name == "decode" else 0.12 if device.type == "cpu" else 0.05
+    bound = 1e-5 if name == "decode" else 0.12 if device.type == "cpu" else 0.08
     assert relative_error(out.cpu(), truth) < bound
 
 

@@ -1,0 +1,60 @@
+"""The warp-specialised products on a card that has their instructions; without one they are compiled only (test_compile.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_dist_kernels import Experts, ExpertsShape, SpecialisedPlan
+from truth import experts_truth, relative_error
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="written in the instructions of compute capability 9.0"
+)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "finalize"),
+    [
+        (1, 4, 2, True),  # one row a tile, most of the 128 dead
+        (300, 3, 2, True),  # several tiles an expert, the last one partial, more tiles than one group of eight
+        (40, 60, 8, False),  # remote slots' rows must be zeros
+    ],
+)
+def test_warp_specialised_products(tokens: int, experts: int, top_k: int, finalize: bool) -> None:
+    """Bits equal from run to run, and as near to truth as fp8 rows allow; a row of remote ids stays zero."""
+    torch.manual_seed(tokens)
+    hidden, inter = 384, 256  # three scale blocks deep; the second product's depth is two
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    w13 = (torch.randn(experts, 2 * inter, hidden, device="cuda") * 0.2).to(torch.float8_e4m3fn)
+    w2 = (torch.randn(experts, hidden, inter, device="cuda") * 0.2).to(torch.float8_e4m3fn)
+    s13, s2 = torch.rand(experts, 4, 3, device="cuda") + 0.5, torch.rand(experts, 3, 2, device="cuda") + 0.5
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int().cuda()
+    ids[-1, 0] = -1
+    weights = torch.rand(tokens, top_k, device="cuda")
+    shape = ExpertsShape(
+        dtype=torch.bfloat16,
+        hidden=hidden,
+        inter=inter,
+        slots=top_k,
+        num_local=experts,
+        map_size=None,
+        kind="swiglu",
+        limit=6.0,
+        finalize=finalize,
+        fp8=True,
+    )
+    layer = Experts(shape, SpecialisedPlan(group_m=8, stages=4), w13=w13, w2=w2, w13_scale=s13, w2_scale=s2)
+    outs = []
+    for _ in range(2):
+        out = torch.full((tokens, hidden) if finalize else (tokens, top_k, hidden), torch.nan, device="cuda", dtype=torch.bfloat16)
+        layer(x, out, ids=ids, weights=weights)
+        outs.append(out.cpu())
+    assert torch.equal(outs[0], outs[1])
+
+    def plain(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (w.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)).cpu()
+
+    truth = experts_truth(x.cpu(), plain(w13, s13), plain(w2, s2), ids.cpu(), weights.cpu(), kind="swiglu", limit=6.0)
+    if not finalize:
+        assert torch.equal(outs[0][-1, 0], torch.zeros(hidden, dtype=torch.bfloat16))
+    assert relative_error(outs[0], truth.sum(1) if finalize else truth) < 0.08
