@@ -283,6 +283,35 @@ def test_the_workspace_limit_leaves_one_shot_out(strategy: str, tmp_path: Path) 
     assert right == [True] * 6
 
 
+def counts_steps(rank: Rank, strategy: str, who: int | None) -> Any:
+    """The steps of a pass in which rank `who` has no room for the memory of measuring."""
+    operation = Slowed(rank)
+    operation.greed = 48 * MIB
+    if rank.index == who:
+        limit_memory(leader=who == 0)
+    with make_tuner(rank, strategy, progress_timeout=30.0) as tuner:
+        steps: list[str] = []
+        exchange = tuner.group.exchange
+
+        def counted(step: str, word: bytes) -> list[bytes]:
+            steps.append(step)
+            return exchange(step, word)
+
+        tuner.group.exchange = counted  # type: ignore[method-assign]
+        tuner.record(operation)
+        tuner.run_pass([LARGE])
+        return steps
+
+
+@each_strategy
+def test_the_steps_of_a_pass_follow_from_its_plan_alone(strategy: str, tmp_path: Path) -> None:
+    taken = [outcome.value for who in (None, 1) for outcome in run_ranks(counts_steps, 2, tmp_path / str(who), strategy, who)]
+    assert all(steps == taken[0] for steps in taken), taken
+    assert [step for step in taken[0] if step.startswith(("lend", "reserve"))] == [
+        f"{step}-{word}" for step in ("lend", "reserve") for word in ("bytes", "made", "mapped")
+    ]
+
+
 def raises_once(rank: Rank, strategy: str) -> Any:
     operation = Slowed(rank, fastest(ONE_SHOT), patience_s=1.0)
 
@@ -443,19 +472,21 @@ def cannot_reserve(rank: Rank, strategy: str, who: int) -> Any:
         tuner.record(operation)
         served = ServedAllReduce(operation, tuner)
         tuner.run_pass([SMALL])
-        before = tuner.epoch
+        before, arena = tuner.epoch, tuner.arena
         limited = limit_memory(leader=who == 0) if rank.index == who else resource.RLIMIT_AS
         message, culprits = "", ()
         try:
             tuner.run_pass([LARGE])
         except PassAborted as error:
             message, culprits = str(error), error.ranks
-        kept = tuner.epoch is before and served.lookup(4) == GLOO and served.lookup(1) == ONE_SHOT
+        kept = tuner.epoch is before and tuner.arena is arena and served.lookup(4) == GLOO and served.lookup(1) == ONE_SHOT
         right = [serve_right(rank, served, tokens) for tokens in (1, 4)]
         resource.setrlimit(limited, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         tuner.run_pass([LARGE])
         right += [serve_right(rank, served, tokens) for tokens in (1, 4)]
-        return message, culprits, kept, right, str(served.lookup(4))
+        arena = tuner.arena
+        tuner.run_pass([SMALL])  # needs less than there is
+        return message, culprits, kept, right, str(served.lookup(4)), tuner.arena is arena
 
 
 # The leader can't make the file, or another rank can't map it.
@@ -466,7 +497,7 @@ def test_memory_that_one_rank_cannot_have_aborts_the_pass_everywhere(strategy: s
     outcomes = run_ranks(cannot_reserve, 2, tmp_path, strategy, who)
     assert [outcome.error for outcome in outcomes] == [""] * 2, outcomes
     assert outcomes[1].value == outcomes[0].value
-    message, culprits, kept, right, healed = outcomes[0].value
+    message, culprits, kept, right, healed, same_memory = outcomes[0].value
     needed = 48 * MIB + 2 * 4 * 7 * 4
     assert message.startswith(f"{needed} bytes of symmetric memory a rank could not be reserved: rank {who}: ")
     assert why in message
@@ -474,6 +505,7 @@ def test_memory_that_one_rank_cannot_have_aborts_the_pass_everywhere(strategy: s
     assert kept, "the previous epoch is intact"
     assert right == [True] * 4
     assert healed == str(ONE_SHOT)
+    assert same_memory, "a captured graph may hold its addresses"
 
 
 def greedy(rank: Rank, strategy: str) -> Any:
