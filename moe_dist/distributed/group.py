@@ -13,7 +13,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,12 +24,14 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from moe_dist.errors import (
     ConfigError,
     GroupError,
+    NothingRunnable,
     PassAborted,
     RankLost,
     RankWithdrawn,
     RendezvousLost,
     SettingsDiffer,
     TunerStateError,
+    TuningError,
     first_line,
 )
 from moe_dist.tuning.problem import digest
@@ -45,7 +47,9 @@ _POLL_S, _SLOWEST_POLL_S = 0.001, 0.02
 _LOOK_AROUND_S = 0.25  # how often a waiting rank looks at the verdict and at its peers' progress
 _PROGRESS_EVERY_S = 0.2
 _VERDICT = "verdict"
-_ERRORS: dict[str, type[GroupError]] = {kind.__name__: kind for kind in (RankLost, RankWithdrawn, PassAborted, SettingsDiffer)}
+_ERRORS: dict[str, type[TuningError]] = {
+    kind.__name__: kind for kind in (RankLost, RankWithdrawn, PassAborted, SettingsDiffer, NothingRunnable)
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +70,29 @@ class Verdict:
         committed, error, message, ranks = msgpack.unpackb(value)
         return cls(committed, error, message, tuple(ranks))
 
-    def raise_error(self) -> None:
-        if self.error:
-            raise _ERRORS[self.error](self.message, self.ranks)
+    @property
+    def exception(self) -> TuningError | None:
+        """What every rank of an aborted pass raises."""
+        if not self.error:
+            return None
+        kind = _ERRORS[self.error]
+        return kind(self.message, self.ranks) if issubclass(kind, GroupError) else kind(self.message)
+
+
+def waited_for(spoken: Collection[int], rank: int, size: int) -> list[int]:
+    """Who keeps a step from ending, as `rank` sees it: those without a word; once all have spoken, the leader that has not
+    published them; for the leader itself then nobody."""
+    silent = [other for other in range(size) if other != rank and other not in spoken]
+    return silent or [0] * (rank != 0)
+
+
+def why_not_served(verdict: Verdict, table_digest: str, number: int, name: int) -> TuningError | None:
+    """Why rank `name`, which holds a table of this digest at the end of pass `number`, may not serve it; None: it was committed."""
+    if verdict.error:
+        return verdict.exception
+    if verdict.committed != table_digest:
+        return PassAborted(f"pass {number} was committed to table {verdict.committed}, but rank {name} holds {table_digest}", [name])
+    return None
 
 
 class RankGroup:
@@ -213,14 +237,13 @@ class RankGroup:
             self._await([self._key(_VERDICT)], "commit", None)
             verdict = self._read_verdict()
         self._open = False
-        if verdict.error:
-            self._die_of(verdict)
-        if verdict.committed != table_digest:
-            self.dead = "committed to another table"
-            raise PassAborted(
-                f"pass {self._pass} was committed to table {verdict.committed}, but rank {self.names[self.rank]} holds {table_digest}",
-                [self.names[self.rank]],
-            )
+        error = why_not_served(verdict, table_digest, self._pass, self.names[self.rank])
+        if error is not None:
+            if verdict.committed:
+                self.dead = "committed to another table"
+            elif isinstance(error, (RankLost, RankWithdrawn)):
+                self.dead = verdict.message
+            raise error
 
     def abort(self, error: GroupError) -> None:
         """End the pass for everyone with `error`, unless it has ended already. Returns; the caller raises its own error."""
@@ -229,9 +252,16 @@ class RankGroup:
             with contextlib.suppress(RendezvousLost):
                 self._decide(Verdict(error=type(error).__name__, message=str(error), ranks=error.ranks))
 
-    def abandon(self) -> None:
-        """Close a pass that every rank ends alike, from the same words: nobody waits for a verdict."""
+    def conclude(self, error: TuningError) -> None:
+        """End a pass whose error every rank concludes from the same words. Returns, for the caller to raise `error`; raises what
+        the verdict says where a peer had lost patience before it could read them."""
+        if not self._open:
+            return
         self._open = False
+        wanted = Verdict(error=type(error).__name__, message=str(error), ranks=error.ranks if isinstance(error, GroupError) else ())
+        verdict = self._decide(wanted)
+        if verdict != wanted:
+            self._die_of(verdict)
 
     def withdraw(self, reason: str) -> None:
         """This rank leaves by an exception of its own: peers in this pass, or in the one about to begin, raise RankWithdrawn."""
@@ -312,11 +342,11 @@ class RankGroup:
                 self._lose(stale or missing, step, over_cap=not stale)
 
     def _missing(self, name: str | None) -> list[int]:
-        """Who keeps this step from ending: ranks without a word; if all have spoken, the leader that has not published; for it, nobody."""
+        """The ranks that this one waits for in step `name`; None: for the verdict."""
         if name is None:
             return [0]
-        silent = [rank for rank in range(self.size) if rank != self.rank and not self._present(self._key(f"{name}/{rank}"))]
-        return silent or [0] * (not self.is_leader)
+        spoken = [rank for rank in range(self.size) if rank != self.rank and self._present(self._key(f"{name}/{rank}"))]
+        return waited_for(spoken, self.rank, self.size)
 
     def _last_moved(self, rank: int, seen: dict[int, tuple[bytes, float]]) -> float:
         """When this rank last saw `rank`'s progress counter change, by its own clock; at first, when it first waited for `rank`.
@@ -353,7 +383,8 @@ class RankGroup:
     def _die_of(self, verdict: Verdict) -> None:
         if verdict.error in ("RankLost", "RankWithdrawn"):
             self.dead = verdict.message
-        verdict.raise_error()
+        if (error := verdict.exception) is not None:
+            raise error
         raise PassAborted(f"pass {self._pass} was committed by others while this rank was still in it", [self.names[self.rank]])
 
 

@@ -182,8 +182,8 @@ class TunePass:
                 outcome = dataclasses.replace(outcome, arena=reserve_for(group, outcome.epoch, self._records, self._arena))
             self._on_progress(ProgressEvent("commit", len(to_tune), len(to_tune)))
             group.commit(outcome.epoch.digest)
-        except (SettingsDiffer, NothingRunnable, PassAborted):
-            group.abandon()  # concluded alike by every rank from the same words
+        except (SettingsDiffer, NothingRunnable, PassAborted) as error:
+            group.conclude(error)
             raise
         except (RankLost, RankWithdrawn, RendezvousLost):
             raise

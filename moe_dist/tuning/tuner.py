@@ -195,8 +195,8 @@ class Tuner:
             if any(winner.tactic.collective or winner.default.collective for winner in table.winners.values()):
                 arena = reserve_for(self._group, table, self._records, arena)
             self._group.commit(table.digest)
-        except PassAborted:
-            self._group.abandon()
+        except PassAborted as error:
+            self._group.conclude(error)
             raise
         except (RankLost, RankWithdrawn, RendezvousLost):
             raise

@@ -15,7 +15,16 @@ from torch._C._distributed_c10d import HashStore
 
 from moe_dist.distributed import group as module
 from moe_dist.distributed.group import RankGroup, Verdict
-from moe_dist.errors import ConfigError, PassAborted, RankLost, RankWithdrawn, RendezvousLost, SettingsDiffer, TunerStateError
+from moe_dist.errors import (
+    ConfigError,
+    NothingRunnable,
+    PassAborted,
+    RankLost,
+    RankWithdrawn,
+    RendezvousLost,
+    SettingsDiffer,
+    TunerStateError,
+)
 
 Make = Callable[..., list[RankGroup]]
 
@@ -115,11 +124,13 @@ def test_a_verdict_survives_its_bytes(verdict: Verdict) -> None:
     assert Verdict.from_bytes(verdict.to_bytes()) == verdict
 
 
-@pytest.mark.parametrize("kind", [RankLost, RankWithdrawn, PassAborted, SettingsDiffer])
-def test_every_error_that_a_verdict_can_carry_is_raised_with_its_ranks(kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="why") as told:
-        Verdict(error=kind.__name__, message="why", ranks=(2,)).raise_error()
-    assert told.value.ranks == (2,)  # type: ignore[attr-defined]
+@pytest.mark.parametrize("kind", [RankLost, RankWithdrawn, PassAborted, SettingsDiffer, NothingRunnable])
+def test_every_error_that_a_verdict_can_carry_comes_back_with_its_ranks(kind: type[Exception]) -> None:
+    error = Verdict(error=kind.__name__, message="why", ranks=(2,)).exception
+    assert type(error) is kind
+    assert str(error) == "why"
+    assert getattr(error, "ranks", (2,)) == (2,)
+    assert Verdict(committed="table").exception is None
 
 
 def opened(ranks: list[RankGroup]) -> list[RankGroup]:
@@ -221,6 +232,23 @@ def test_who_withdraws_before_a_pass_spoils_the_next_one_alone(make: Make) -> No
     ranks[0].begin_pass()
     with pytest.raises(RankWithdrawn, match="rank 1 left the pass: KeyError"):
         ranks[0].exchange("agree", b"")
+
+
+def test_an_error_that_all_conclude_is_told_to_who_lost_patience_before_it_could(make: Make) -> None:
+    first, second, late = opened(make(3))
+    error = SettingsDiffer("settings differ", [1])
+    first.conclude(error)
+    second.conclude(error)
+    with pytest.raises(SettingsDiffer, match="settings differ"):
+        late._lose([0], "agree", over_cap=False)
+
+
+def test_who_concludes_an_error_after_a_peer_lost_patience_says_what_that_peer_says(make: Make) -> None:
+    hasty, other = opened(make(2))
+    with pytest.raises(RankLost, match="rank 1 lost"):
+        hasty._lose([1], "agree", over_cap=False)
+    with pytest.raises(RankLost, match="rank 1 lost"):
+        other.conclude(SettingsDiffer("settings differ", [1]))
 
 
 def test_a_pass_that_is_over_cannot_be_aborted(make: Make) -> None:
