@@ -336,8 +336,8 @@ def test_the_budget_ends_measuring_on_all_ranks_alike(strategy: str, tmp_path: P
 
 
 def slowest_sets_the_pace(rank: Rank, strategy: str, objective: str) -> Any:
-    """even: 10 ms on both; lopsided: 2 ms on rank 0, 14 ms on rank 1. Mean 8 < 10, maximum 14 > 10."""
-    costs = {"even": 10_000.0, "lopsided": 2_000.0 if rank.index == 0 else 14_000.0}
+    """even: 80 ms on both; lopsided: 4 ms on rank 0, 110 ms on rank 1. Mean 57 < 80, maximum 110 > 80: far enough for a busy machine."""
+    costs = {"even": 80_000.0, "lopsided": 4_000.0 if rank.index == 0 else 110_000.0}
     return tune(
         rank, strategy, lambda rank: [FakeOperation("a", costs)], lambda rank: {"objective": objective, "ladder": BucketLadder((1,))}
     )
