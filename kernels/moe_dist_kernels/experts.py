@@ -164,7 +164,7 @@ class SpecialisedPlan:
     group_m: int
     stages: int
     block_m: ClassVar[int] = 128
-    act_group: ClassVar[int] = 64  # columns of the activation that share a scale
+    act_group: ClassVar[int] = 128  # columns of the activation that share a scale
 
     def why_not(self, shape: ExpertsShape, limits: Limits) -> str | None:
         if not shape.fp8 or shape.kind != "swiglu" or shape.up_bias or shape.down_bias or shape.weight_on_input:

@@ -27,7 +27,6 @@ from moe_dist_kernels.launch import INT, Descriptor, Launch
 # Its name changed between triton 3.6 and 3.9.
 _load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
-GROUP = 64  # columns of the activation that share a scale: what one warpgroup has of gate and of up
 QUANTISE_GROUPS = 8  # scale groups of one program of the scatter
 # 12 warps start with 168 registers a thread and share them out anew: 232 for each multiplying warpgroup, 40 for the copying one.
 REGISTERS, MULTIPLY_REGISTERS, COPY_REGISTERS = 168, 232, 40
@@ -96,36 +95,32 @@ def _copy(
     COLS: gl.constexpr,
     PLANES: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    SUBS: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
-    COLUMNS: gl.constexpr = COLS // BLOCK_N
+    COLUMNS: gl.constexpr = (COLS + 127) // 128
     num_tiles = gl.load(num_tiles_ptr)
     step = 0
     for pid in range(gl.program_id(0), num_tiles * COLUMNS, gl.num_programs(0)):
         tile, column = _place(pid, num_tiles, COLUMNS, GROUP_M)
         expert = gl.load(tile_expert_ptr + tile)
         row = gl.load(tile_row_ptr + tile)
-        b_row = expert * (PLANES * COLS) + column * BLOCK_N
-        for at in range(0, DEPTH, SUBS * BLOCK_K):
-            stage = step % STAGES
-            bar = ready.index(stage)
-            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(bar, SUBS * (128 + PLANES * BLOCK_N) * BLOCK_K)
-            for sub in gl.static_range(SUBS):
-                k = at + sub * BLOCK_K
-                a_at = (stage * SUBS + sub) * 2
-                _load_box(a_desc, [row, k], bar, a_bufs.index(a_at))
-                _load_box(a_desc, [row + 64, k], bar, a_bufs.index(a_at + 1))
-                b = b_bufs.index(stage * SUBS + sub)
+        for turn in gl.static_range(PLANES):
+            b_row = expert * (PLANES * COLS) + column * 128 + turn * BLOCK_N
+            for k in range(0, DEPTH, 128):
+                stage = step % STAGES
+                bar = ready.index(stage)
+                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(bar, (128 + 128) * 128)
+                _load_box(a_desc, [row, k], bar, a_bufs.index(2 * stage))
+                _load_box(a_desc, [row + 64, k], bar, a_bufs.index(2 * stage + 1))
+                b = b_bufs.index(stage)
                 if PLANES == 2:
                     _load_box(b_desc, [b_row, k], bar, b.slice(0, BLOCK_N, dim=0))
                     _load_box(b_desc, [b_row + COLS, k], bar, b.slice(BLOCK_N, BLOCK_N, dim=0))
                 else:
                     _load_box(b_desc, [b_row, k], bar, b)
-            step += 1
+                step += 1
 
 
 @gluon.jit
@@ -149,8 +144,6 @@ def _multiply(
     COLS: gl.constexpr,
     PLANES: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    SUBS: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
     LIMIT: gl.constexpr,
@@ -158,13 +151,11 @@ def _multiply(
     BETA: gl.constexpr,
 ):
     """Rows 64 * half .. + 64 of every tile of this program."""
-    COLUMNS: gl.constexpr = COLS // BLOCK_N
-    WIDE: gl.constexpr = PLANES * BLOCK_N
+    COLUMNS: gl.constexpr = (COLS + 127) // 128
     K_BLOCKS: gl.constexpr = (DEPTH + 127) // 128
-    A_BLOCKS: gl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDE, 32])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     WIDTH: gl.constexpr = 16 if PLANES == 2 else 8  # elements of a 16-byte store
-    stored: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 * WIDTH // BLOCK_N, BLOCK_N // WIDTH], [4, 1], [1, 0])
+    stored: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 * WIDTH // 128, 128 // WIDTH], [4, 1], [1, 0])
     lane = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
     lane_out = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, stored))
     num_tiles = gl.load(num_tiles_ptr)
@@ -180,12 +171,9 @@ def _multiply(
         rows = rows_next
         tile, column = _place(pid, num_tiles, COLUMNS, GROUP_M)
         row = first + gl.where(lane < rows, lane, 0)
-        a_scales = a_scale_ptr + row.to(gl.int64) * A_BLOCKS
-        b_scales = b_scale_ptr + (expert * ((PLANES * COLS + 127) // 128) + column * BLOCK_N // 128) * K_BLOCKS
+        a_scales = a_scale_ptr + row.to(gl.int64) * K_BLOCKS
+        b_scales = b_scale_ptr + (expert * ((PLANES * COLS + 127) // 128) + column) * K_BLOCKS
         b_scales_up = b_scales + ((PLANES - 1) * COLS // 128) * K_BLOCKS
-        a_scale_next = gl.load(a_scales)
-        b_scale_next = gl.load(b_scales)
-        up_scale_next = gl.load(b_scales_up)
         if PLANES == 1:
             # Asked for now, needed after the last product.
             weight = gl.load(row_weights_ptr + row)
@@ -194,57 +182,54 @@ def _multiply(
         expert_next = gl.load(tile_expert_ptr + following_tile)
         first_next = gl.load(tile_row_ptr + following_tile)
         rows_next = gl.load(tile_rows_ptr + following_tile)
-        acc = gl.zeros([64, WIDE], gl.float32, mma)
-        for at in range(0, DEPTH, SUBS * BLOCK_K):
-            a_scale = a_scale_next
-            b_scale = b_scale_next
-            up_scale = up_scale_next
-            following = gl.minimum(at + SUBS * BLOCK_K, DEPTH - 1)
-            a_scale_next = gl.load(a_scales + following // BLOCK_K)
-            b_scale_next = gl.load(b_scales + following // 128)
-            up_scale_next = gl.load(b_scales_up + following // 128)
-            stage = step % STAGES
-            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-            a_at = stage * SUBS * 2 + half
-            zero = gl.zeros([64, WIDE], gl.float32, mma)
-            if SUBS == 2:
-                # Two halves of one block of weights, each with its own scale of rows: the first is added while the second runs.
-                a_scale_second = gl.load(a_scales + gl.minimum(at + BLOCK_K, DEPTH - 1) // BLOCK_K)
-                b_first = b_bufs.index(stage * SUBS).permute((1, 0))
-                b_second = b_bufs.index(stage * SUBS + 1).permute((1, 0))
-                part = warpgroup_mma(a_bufs.index(a_at), b_first, zero, use_acc=False, is_async=True)
-                second = warpgroup_mma(a_bufs.index(a_at + 2), b_second, zero, use_acc=False, is_async=True)
-                part = warpgroup_mma_wait(1, deps=(part,))
-                acc += part * (a_scale * b_scale)[:, None]
-                second = warpgroup_mma_wait(0, deps=(second,))
-                mbarrier.arrive(empty.index(stage), count=1)
-                acc += second * (a_scale_second * b_scale)[:, None]
-            else:
-                part = warpgroup_mma(a_bufs.index(a_at), b_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        for turn in gl.static_range(PLANES):
+            acc = gl.zeros([64, 128], gl.float32, mma)
+            a_scale_next = gl.load(a_scales)
+            b_scale_next = gl.load(b_scales)
+            up_scale_next = gl.load(b_scales_up)
+            for block in range(K_BLOCKS):
+                a_scale = a_scale_next
+                b_scale = b_scale_next
+                up_scale = up_scale_next
+                following = gl.minimum(block + 1, K_BLOCKS - 1)
+                a_scale_next = gl.load(a_scales + following)
+                b_scale_next = gl.load(b_scales + following)
+                up_scale_next = gl.load(b_scales_up + following)
+                stage = step % STAGES
+                mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+                part = gl.zeros([64, 128], gl.float32, mma)
+                b = b_bufs.index(stage).permute((1, 0))
+                part = warpgroup_mma(a_bufs.index(2 * stage + half), b, part, use_acc=False, is_async=True)
                 part = warpgroup_mma_wait(0, deps=(part,))
                 mbarrier.arrive(empty.index(stage), count=1)
                 if PLANES == 2:
-                    n = gl.arange(0, WIDE, layout=gl.SliceLayout(0, mma))
+                    n = gl.arange(0, 128, layout=gl.SliceLayout(0, mma))
                     acc += part * gl.where((n < BLOCK_N)[None, :], (a_scale * b_scale)[:, None], (a_scale * up_scale)[:, None])
                 else:
                     acc += part * (a_scale * b_scale)[:, None]
-            step += 1
+                step += 1
+            if PLANES == 2:
+                gate, up = acc.reshape([64, 2, BLOCK_N]).permute([0, 2, 1]).split()
+                if LIMIT is not None:
+                    gate = gl.minimum(gate, LIMIT)
+                    up = gl.maximum(gl.minimum(up, LIMIT), -LIMIT)
+                out = gate / (1.0 + gl.exp(-ALPHA * gate)) * (up + BETA)
+                if turn == 0:
+                    left = out
         live = lane_out < rows
-        n_out = column * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, stored))
+        n_out = column * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, stored))
         if PLANES == 2:
-            gate, up = acc.reshape([64, 2, BLOCK_N]).permute([0, 2, 1]).split()
-            if LIMIT is not None:
-                gate = gl.minimum(gate, LIMIT)
-                up = gl.maximum(gl.minimum(up, LIMIT), -LIMIT)
-            out = gate / (1.0 + gl.exp(-ALPHA * gate)) * (up + BETA)
-            scale = gl.maximum(gl.max(gl.abs(out), axis=1), 1e-10) / 448.0
-            q = gl.convert_layout((out / scale[:, None]).to(gl.float8e4nv), stored)
+            # Both turns share one scale, so that the second product's depth comes in blocks of 128 like its weights' scales.
+            both = gl.join(left, out).permute([0, 2, 1]).reshape([64, 128])
+            both = gl.convert_layout(both, mma)
+            scale = gl.maximum(gl.max(gl.abs(both), axis=1), 1e-10) / 448.0
+            q = gl.convert_layout((both / scale[:, None]).to(gl.float8e4nv), stored)
             row_out = (first + lane_out).to(gl.int64)
             gl.store(out_ptr + row_out[:, None] * COLS + n_out[None, :], q, mask=live[:, None])
             gl.store(out_scale_ptr + row_out * COLUMNS + column, gl.convert_layout(scale, gl.SliceLayout(1, stored)), mask=live)
         else:
             y = gl.convert_layout((acc * weight[:, None]).to(out_ptr.dtype.element_ty), stored)
-            gl.store(out_ptr + slot[:, None] * COLS + n_out[None, :], y, mask=live[:, None] & (n_out < COLS)[None, :])
+            gl.store(out_ptr + slot[:, None] * COLS + n_out[None, :], y, mask=live[:, None])
 
 
 @gluon.jit
@@ -265,8 +250,6 @@ def product_kernel(
     COLS: gl.constexpr,
     PLANES: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    SUBS: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
     LIMIT: gl.constexpr,
@@ -276,9 +259,9 @@ def product_kernel(
     COPY_REGISTERS: gl.constexpr,
 ):
     """PLANES 2: act[row] = SwiGLU(a[row] @ b.T) in fp8 and its scales; PLANES 1: y[slots[row]] = row_weights[row] * (a[row] @ b.T)."""
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=BLOCK_K, element_bitwidth=8, rank=2)
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [2 * SUBS * STAGES, 64, BLOCK_K], swizzled)
-    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [SUBS * STAGES, PLANES * BLOCK_N, BLOCK_K], swizzled)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, 64, 128], swizzled)
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 128, 128], swizzled)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -290,19 +273,19 @@ def product_kernel(
             (
                 _multiply,
                 (0, a_bufs, b_bufs, empty, ready, a_scale_ptr, b_scale_ptr, slots_ptr, row_weights_ptr, tile_expert_ptr, tile_row_ptr,
-                 tile_rows_ptr, num_tiles_ptr, out_ptr, out_scale_ptr, DEPTH, COLS, PLANES, BLOCK_N, BLOCK_K, SUBS, STAGES, GROUP_M,
+                 tile_rows_ptr, num_tiles_ptr, out_ptr, out_scale_ptr, DEPTH, COLS, PLANES, BLOCK_N, STAGES, GROUP_M,
                  LIMIT, ALPHA, BETA),
             ),
             (
                 _multiply,
                 (1, a_bufs, b_bufs, empty, ready, a_scale_ptr, b_scale_ptr, slots_ptr, row_weights_ptr, tile_expert_ptr, tile_row_ptr,
-                 tile_rows_ptr, num_tiles_ptr, out_ptr, out_scale_ptr, DEPTH, COLS, PLANES, BLOCK_N, BLOCK_K, SUBS, STAGES, GROUP_M,
+                 tile_rows_ptr, num_tiles_ptr, out_ptr, out_scale_ptr, DEPTH, COLS, PLANES, BLOCK_N, STAGES, GROUP_M,
                  LIMIT, ALPHA, BETA),
             ),
             (
                 _copy,
                 (a_desc, b_desc, a_bufs, b_bufs, empty, ready, tile_expert_ptr, tile_row_ptr, num_tiles_ptr, DEPTH, COLS, PLANES,
-                 BLOCK_N, BLOCK_K, SUBS, STAGES, GROUP_M),
+                 BLOCK_N, STAGES, GROUP_M),
             ),
         ],
         [4, 1],
@@ -330,14 +313,12 @@ def product_launches(
     common |= {"MULTIPLY_REGISTERS": MULTIPLY_REGISTERS, "COPY_REGISTERS": COPY_REGISTERS}
     fp8, fp32, ints = torch.float8_e4m3fn, torch.float32, (torch.int32,) * 4
 
-    def launch(box: tuple[int, int], params: tuple[Any, ...], **sizes: int) -> Launch:
-        descriptors = (Descriptor(fp8, (64, box[1]), swizzle=box[1]), Descriptor(fp8, box, swizzle=box[1]))
+    def launch(box_rows: int, params: tuple[Any, ...], **sizes: int) -> Launch:
+        descriptors = (Descriptor(fp8, (64, 128), swizzle=128), Descriptor(fp8, (box_rows, 128), swizzle=128))
         constants = {name: sizes.get(name, common.get(name)) for name in product_kernel.arg_names[12:]}
         return Launch(product_kernel, (*descriptors, fp32, fp32, torch.int32, *params), constants, max_registers=REGISTERS)
 
-    up_sizes = {"DEPTH": hidden, "COLS": inter, "PLANES": 2, "BLOCK_N": GROUP, "BLOCK_K": 128, "SUBS": 1}
-    down_sizes = {"DEPTH": inter, "COLS": hidden, "PLANES": 1, "BLOCK_N": 128, "BLOCK_K": GROUP, "SUBS": 2}
     return {
-        "up": launch((GROUP, 128), (None, *ints, fp8, fp32), **up_sizes),
-        "down": launch((128, GROUP), (fp32, *ints, dtype, None), **down_sizes),
+        "up": launch(64, (None, *ints, fp8, fp32), DEPTH=hidden, COLS=inter, PLANES=2, BLOCK_N=64),
+        "down": launch(128, (fp32, *ints, dtype, None), DEPTH=inter, COLS=hidden, PLANES=1, BLOCK_N=128),
     }

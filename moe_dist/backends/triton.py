@@ -312,7 +312,9 @@ def _defaults(problem: MoEProblem, bucket: Bucket) -> list[Tactic]:
     if not fp8 and (bucket.high <= 4 or rows <= 0.2):
         wide = problem.local_intermediate >= 2048
         return [_decode((1, 2048, 4) if wide else (1, 1024, 1), (4, 256, 1) if small_depth or wide else (2, 512, 2))]
-    return [tactic for limit, tactics in (_FP8 if fp8 else _PLAIN) if rows <= limit for tactic in tactics]
+    found = [tactic for limit, tactics in (_FP8 if fp8 else _PLAIN) if rows <= limit for tactic in tactics]
+    # Narrow experts give the specialised products too few steps a tile to hide its end behind.
+    return [tactic for tactic in found if tactic["path"] != "specialised" or problem.local_intermediate >= 512]
 
 
 # By rows at most: the default first, then what takes its place on cards or shapes without the copy engine.
@@ -351,7 +353,7 @@ _FP8: tuple[tuple[float, tuple[Tactic, ...]], ...] = (
         ),
     ),
     (
-        70,
+        50,
         (
             _sorted(64, (64, 128, 4, 4, "t"), (128, 64, 4, 5, "t"), group_m=8),
             _sorted(64, (64, 128, 4, 3, ""), (128, 64, 4, 4, ""), group_m=8),

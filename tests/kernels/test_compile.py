@@ -75,11 +75,12 @@ ODD = problem_of(60, 4, 511, 33)  # no power of two, nothing aligned
     ("problem", "tokens"),
     [
         (QWEN, 1),  # the small path
-        (QWEN, 64),  # rows of a few per expert: m16 tiles
+        (QWEN, 64),  # a few rows an expert: tiles of 16, weights as the wide operand
+        (QWEN, 256),  # tiles of 32
         (QWEN, 16384),  # prefill: warpgroup tiles
         (ODD, 64),  # masked everywhere
     ],
-    ids=["small", "middle", "large", "odd"],
+    ids=["small", "few", "middle", "large", "odd"],
 )
 def test_defaults_compile_without_spills(problem: MoEProblem, tokens: int, arch: int) -> None:
     backend = TritonBackend()
@@ -92,7 +93,7 @@ def test_defaults_compile_without_spills(problem: MoEProblem, tokens: int, arch:
             tile, planes = (plan.up, 2) if name == "up" else (plan.down, 1)
             stated = tile.shared_bytes(block_m=plan.block_m, planes=planes, itemsize=2)
             assert used.shared_bytes <= stated + 1024, "the validity rule states at least what the compiler takes"
-            wide = plan.block_m >= 64
+            wide = (planes * tile.block_n if plan.swap_ab else plan.block_m) >= 64  # the warpgroup instructions' row side
             assert used.matrix_unit == (("wgmma" if arch == 90 else "tcgen05") if wide else "mma.sync")
 
 
