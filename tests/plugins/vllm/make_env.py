@@ -55,6 +55,8 @@ def main(folder: Path) -> None:
 def add_tree(folder: Path, version: str) -> None:
     python, tree = folder / "bin/python", folder / "tree"
     shutil.rmtree(tree, ignore_errors=True)
+    # The command of 0.33 imports it; its other requirements are 0.32's, or CUDA's.
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "orjson"], check=True)
     with tempfile.TemporaryDirectory(dir=folder) as at:
         subprocess.run([python, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", at, f"vllm=={version}"], check=True)
         (wheel,) = Path(at).glob("*.whl")

@@ -64,8 +64,8 @@ def test_a_layer_that_we_serve_gets_ours_in_the_checkpoint_s_layout() -> None:
 def test_other_choices_stay_vllm_s_own() -> None:
     _, experts = select(layer(moe_backend="auto"))
     assert experts.__name__.endswith("CPUUnquantizedExperts")
-    with pytest.raises(ValueError, match="moe_backend='marlin' is not supported for unquantized MoE"):
-        select(layer(moe_backend="marlin"))
+    with pytest.raises(ValueError, match="moe_backend='cutlass' is not supported for unquantized MoE"):
+        select(layer(moe_backend="cutlass"))
 
 
 @pytest.mark.parametrize(
