@@ -29,7 +29,7 @@ from moe_dist.tuning.search import Race
 from moe_dist.tuning.tuner import PassReport, Tuner
 
 # Well apart, so that a loaded machine can't reorder them.
-COSTS: Mapping[str, float | str] = {"plain": 8000.0, "quick": 500.0}
+COSTS: Mapping[str, float | str] = {"plain": 30_000.0, "quick": 500.0}
 POLICY = MeasurementPolicy(rounds=1, sweeps=2, window=timedelta(milliseconds=2))
 ONE = BucketLadder((4,))
 
@@ -63,7 +63,7 @@ class Unlisted(FakeOperation):
 
 
 def test_a_default_that_is_fastest_wins_though_nobody_listed_it() -> None:
-    report = tune(Unlisted("a", {"plain": 500.0, "x": 8000.0, "y": 9000.0}))
+    report = tune(Unlisted("a", {"plain": 500.0, "x": 30_000.0, "y": 40_000.0}))
     assert winners(report) == ["plain"]
     row = report.rows[0].winner
     assert row is not None
@@ -73,7 +73,7 @@ def test_a_default_that_is_fastest_wins_though_nobody_listed_it() -> None:
 
 
 def test_a_report_keeps_every_rejected_candidate_with_its_reason() -> None:
-    operation = FakeOperation("a", {"plain": 500.0, "big": 1.0, "bad": "raise", "slow": 50_000.0, "gone": 1.0},
+    operation = FakeOperation("a", {"plain": 500.0, "big": 1.0, "bad": "raise", "slow": 90_000.0, "gone": 1.0},
                               objections={"gone": "no such kernel"}, workspaces={"big": 2048})  # fmt: skip
     report = tune(operation, workspace_limit=1024)
     reasons = {str(rejected["name"]): reason for _, rejected, reason in report.rejected}
@@ -97,7 +97,7 @@ def test_nothing_runnable_is_an_error_and_changes_nothing() -> None:
 
 @pytest.mark.parametrize("strategy", ["reduce", "shard", "reload"])
 def test_a_default_that_cannot_run_leaves_the_race_to_the_others(strategy: str) -> None:
-    operation = FakeOperation("a", {"plain": 1.0, "x": 8000.0, "y": 500.0}, objections={"plain": "needs a newer driver"})
+    operation = FakeOperation("a", {"plain": 1.0, "x": 30_000.0, "y": 500.0}, objections={"plain": "needs a newer driver"})
     report = tune(operation, strategy=strategy)
     assert winners(report) == ["y"]
     assert "plain" not in operation.calls
@@ -223,8 +223,8 @@ def test_leaving_autotune_by_an_exception_tunes_nothing_and_the_next_block_works
 def test_two_tuners_live_side_by_side() -> None:
     """Same problem, stores of their own: what one concludes is nothing to the other."""
     with make_tuner() as one, make_tuner() as two:
-        one.record(FakeOperation("a", {"plain": 8000.0, "quick": 500.0}))
-        two.record(FakeOperation("a", {"plain": 500.0, "quick": 8000.0}))
+        one.record(FakeOperation("a", {"plain": 30_000.0, "quick": 500.0}))
+        two.record(FakeOperation("a", {"plain": 500.0, "quick": 30_000.0}))
         first, second = one.run_pass(), two.run_pass()
         assert (winners(first), winners(second)) == (["quick"], ["plain"])
         assert one.epoch.digest != two.epoch.digest
@@ -275,7 +275,7 @@ def test_a_stored_winner_that_why_not_refuses_is_a_miss_said_once_with_the_reaso
 
 
 def test_a_stored_tactic_that_nobody_knows_any_more_is_a_miss(tmp_path: Path) -> None:
-    tune(FakeOperation("a", {"plain": 8000.0, "old": 500.0}), store=str(tmp_path))
+    tune(FakeOperation("a", {"plain": 30_000.0, "old": 500.0}), store=str(tmp_path))
     assert winners(tune(FakeOperation("a", COSTS), store=str(tmp_path))) == ["quick"]
 
 
@@ -345,7 +345,7 @@ from moe_dist.tuning.problem import BucketLadder
 from moe_dist.tuning.tuner import Tuner
 policy = MeasurementPolicy(rounds=1, sweeps=2, window=timedelta(milliseconds=2))
 with Tuner(store=sys.argv[1], policy=policy, ladder=BucketLadder((4,)), device="cpu") as tuner:
-    tuner.record(FakeOperation("a", {"plain": 8000.0, "killer": "exit", "quick": 500.0}))
+    tuner.record(FakeOperation("a", {"plain": 30_000.0, "killer": "exit", "quick": 500.0}))
     report = tuner.run_pass()
     print(report.rows[0].winner.tactic["name"])
     print(*[reason for _, tactic, reason in report.rejected if tactic["name"] == "killer"])
