@@ -11,6 +11,7 @@ from moe_dist.bench import report
 from moe_dist.bench.agreement import diverged_table
 from moe_dist.bench.faults import fault_table
 from moe_dist.bench.lookup import lookup_table
+from moe_dist.bench.scaling import KEYS, RANKS, scaling_table
 
 HELP = "measure what the tuner promises: agreement between ranks, survival of faults, the cost of a lookup"
 
@@ -27,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lookup = kinds.add_parser("lookup", help="the host time of finding the tactic of a call")
     lookup.add_argument("--json", type=Path, help="write the table here")
     lookup.set_defaults(kind=_lookup)
+    scaling = kinds.add_parser("scaling", help="requests, bytes and seconds of agreement and reload as ranks and keys grow")
+    scaling.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    scaling.add_argument("--keys", type=int, nargs="+", default=list(KEYS))
+    scaling.add_argument("--json", type=Path, help="write the table here")
+    scaling.set_defaults(kind=_scaling)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,15 +41,16 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _agreement(arguments: argparse.Namespace) -> int:
-    def note(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
-    diverged = diverged_table(arguments.ranks, arguments.keys, arguments.calls, note)
+
+def _agreement(arguments: argparse.Namespace) -> int:
+    diverged = diverged_table(arguments.ranks, arguments.keys, arguments.calls, _note)
     objections = report.diverged_objections(diverged, arguments.ranks, arguments.keys, arguments.calls)
     tables = {"divergence": diverged}
     if arguments.faults:
-        tables["faults"] = fault_table(note=note)
+        tables["faults"] = fault_table(note=_note)
         objections += report.fault_objections(tables["faults"])
     command = f"moe-dist bench agreement --ranks {shlex.join(map(str, arguments.ranks))} --keys {arguments.keys} --calls {arguments.calls}"
     return _finish(arguments.json, command + (" --faults" if arguments.faults else ""), tables, objections)
@@ -52,6 +59,10 @@ def _agreement(arguments: argparse.Namespace) -> int:
 def _lookup(arguments: argparse.Namespace) -> int:
     rows = lookup_table()
     return _finish(arguments.json, "moe-dist bench lookup", {"lookup": rows}, report.lookup_objections(rows))
+
+
+def _scaling(arguments: argparse.Namespace) -> int:
+    return _finish(arguments.json, "moe-dist bench scaling", {"scaling": scaling_table(arguments.ranks, arguments.keys, _note)}, [])
 
 
 def _finish(path: Path | None, command: str, tables: dict[str, list[dict[str, object]]], objections: list[str]) -> int:

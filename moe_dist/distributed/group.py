@@ -44,6 +44,7 @@ CAP = timedelta(minutes=20)
 REQUEST_TIMEOUT = timedelta(seconds=15)
 # Polling starts here and slows down, so that ranks that wait take no CPU from ranks that measure.
 _POLL_S, _SLOWEST_POLL_S = 0.001, 0.02
+_POLLS_PER_S = 20_000  # of a whole group at its slowest: one server answers them all
 _LOOK_AROUND_S = 0.25  # how often a waiting rank looks at the verdict and at its peers' progress
 _PROGRESS_EVERY_S = 0.2
 _VERDICT = "verdict"
@@ -77,6 +78,19 @@ class Verdict:
             return None
         kind = _ERRORS[self.error]
         return kind(self.message, self.ranks) if issubclass(kind, GroupError) else kind(self.message)
+
+
+def bundle(words: Sequence[bytes]) -> bytes:
+    """A step's words as the leader publishes them: each distinct word once, since most ranks say the same, and whose it is."""
+    places: dict[bytes, int] = {}
+    whose = [places.setdefault(word, len(places)) for word in words]
+    packed: bytes = msgpack.packb([list(places), whose])
+    return packed
+
+
+def unbundle(value: bytes) -> list[bytes]:
+    distinct, whose = msgpack.unpackb(value)
+    return [distinct[place] for place in whose]
 
 
 def waited_for(spoken: Collection[int], rank: int, size: int) -> list[int]:
@@ -210,10 +224,10 @@ class RankGroup:
             keys = [self._key(f"{name}/{rank}") for rank in range(self.size)]
             self._await(keys, step, name)
             words = [self._get(key) for key in keys]
-            self._ask(lambda: self._store.set(all_words, msgpack.packb(words)))
+            self._ask(lambda: self._store.set(all_words, bundle(words)))
         else:
             self._await([all_words], step, name)
-            words = list(msgpack.unpackb(self._get(all_words)))
+            words = unbundle(self._get(all_words))
         # Whoever holds this step's words knows that all have read the last step's: those can go.
         for key in self._garbage:
             self._ask(lambda key=key: self._store.delete_key(key))  # type: ignore[misc]
@@ -325,7 +339,7 @@ class RankGroup:
         pause = _POLL_S
         while not self._ask(lambda: self._store.check(keys)):
             time.sleep(pause)
-            pause = min(pause * 1.5, _SLOWEST_POLL_S)
+            pause = min(pause * 1.5, max(_SLOWEST_POLL_S, self.size / _POLLS_PER_S))
             now = time.monotonic()
             if now - looked < _LOOK_AROUND_S:
                 continue

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
 from moe_dist.errors import NothingRunnable, SettingsDiffer
 from moe_dist.tuning.problem import Bucket, Cell, Problem, Tactic, canonical, digest, pack
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,10 +153,11 @@ def agree_offers(offers: Sequence[Offer], names: Sequence[int], *, mixed_environ
     _require_equal("settings", [offer.settings for offer in offers], names)
     if not mixed_environments:
         _require_equal("environments", [offer.environment for offer in offers], names)
-    cells = sorted({cell for offer in offers for cell in offer.cells}, key=lambda cell: (pack(cell.problem), cell.mode, cell.bucket))
+    voices = _voices(offers)
+    cells = sorted({cell for _, offer in voices for cell in offer.cells}, key=lambda cell: (pack(cell.problem), cell.mode, cell.bucket))
     proposed = []
     for cell in cells:
-        said = [(name, offer.cells[cell]) for name, offer in zip(names, offers, strict=True) if cell in offer.cells]
+        said = [(names[rank], offer.cells[cell]) for rank, offer in voices if cell in offer.cells]
         default = said[0][1].default
         for name, offer in said:
             if offer.default != default:
@@ -180,8 +183,9 @@ def agree_plan(proposal: Proposal, answers: Sequence[Answer], names: Sequence[in
     NothingRunnable: a cell has no candidate that all can run and the default fails somewhere; nothing is stored.
     """
     planned = []
+    voices, everyone = _voices(answers), tuple(range(len(answers)))
     for at, proposed in enumerate(proposal.cells):
-        said = [(rank, answer.cells[at]) for rank, answer in enumerate(answers)]
+        said = [(rank, answer.cells[at]) for rank, answer in voices]
         present = [(rank, answer) for rank, answer in said if answer is not None]
         serve = next((hit for index, hit in enumerate(proposed.hits) if all(answer.hits[index] is None for _, answer in present)), None)
         runnable, rejected = [], []
@@ -198,14 +202,22 @@ def agree_plan(proposal: Proposal, answers: Sequence[Answer], names: Sequence[in
         if serve is None and not runnable:
             listing = "; ".join(f"{tactic}: {reason}" for tactic, reason in rejected)
             raise NothingRunnable(f"{proposed.cell}: no candidate can run on all ranks: {listing}")
-        planned.append(
-            PlannedCell(proposed.cell, proposed.default, serve, tuple(runnable), tuple(rejected), tuple(rank for rank, _ in present))
-        )
+        ranks = everyone if len(present) == len(said) else tuple(rank for rank in everyone if answers[rank].cells[at] is not None)
+        planned.append(PlannedCell(proposed.cell, proposed.default, serve, tuple(runnable), tuple(rejected), ranks))
     return Plan(tuple(planned), proposal.base, proposal.number, proposal.stored)
 
 
+def _voices(words: Sequence[T]) -> list[tuple[int, T]]:
+    """(the first rank that said it, word) for each distinct word object: thousands of ranks say the same, decoded once."""
+    firsts: dict[int, tuple[int, T]] = {}
+    for rank, word in enumerate(words):
+        firsts.setdefault(id(word), (rank, word))
+    return list(firsts.values())
+
+
 def _require_equal(what: str, values: Sequence[Mapping[str, Any]], names: Sequence[int]) -> None:
-    differing = sorted(field for field in set().union(*values) if len({digest(canonical(value.get(field))) for value in values}) > 1)
+    voices = [value for _, value in _voices(values)]
+    differing = sorted(field for field in set().union(*voices) if len({digest(canonical(value.get(field))) for value in voices}) > 1)
     if not differing:
         return
     lines: list[str] = []

@@ -13,7 +13,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgpack
 
@@ -50,6 +50,7 @@ from moe_dist.tuning.problem import (
 from moe_dist.tuning.search import Race, Standing, finalists
 
 log = logging.getLogger("moe_dist.tuning")
+T = TypeVar("T")
 
 # Calls in one window of a collective tactic: fixed, since a rank that calls once more than its peers waits for ever.
 COLLECTIVE_CALLS = 10
@@ -212,10 +213,10 @@ class TunePass:
 
     def _agree(self) -> plan.Plan:
         names, group = self._group.names, self._group
-        offers = [plan.Offer.from_bytes(word) for word in group.exchange("agree-1", self._offer().to_bytes())]
+        offers = _decoded(group.exchange("agree-1", self._offer().to_bytes()), plan.Offer.from_bytes)
         proposal = plan.agree_offers(offers, names, mixed_environments=self._settings.mixed_environments)
         self._environments = list(dict.fromkeys(Environment.from_plain(offer.environment) for offer in offers))
-        answers = [plan.Answer.from_bytes(word) for word in group.exchange("agree-2", self._answer(proposal).to_bytes())]
+        answers = _decoded(group.exchange("agree-2", self._answer(proposal).to_bytes()), plan.Answer.from_bytes)
         return plan.agree_plan(proposal, answers, names)
 
     def _offer(self) -> plan.Offer:
@@ -603,6 +604,12 @@ def _symmetric_bytes(tactics: Iterable[tuple[Cell, Tactic]], records: Mapping[Pr
     """The most that one of `tactics` needs of a rank's symmetric memory, as far as this rank has their problems."""
     asked = [records[cell.problem].workspace(tactic, cell.bucket.high) for cell, tactic in tactics if cell.problem in records]
     return max((workspace.nbytes for workspace in asked if workspace.symmetric), default=0)
+
+
+def _decoded(words: Sequence[bytes], decode: Callable[[bytes], T]) -> list[T]:
+    """Equal words are decoded once: thousands of ranks say the same."""
+    known = {word: decode(word) for word in dict.fromkeys(words)}
+    return [known[word] for word in words]
 
 
 def _timed(standing: Standing) -> Timed:

@@ -14,7 +14,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from moe_dist.distributed import group as module
-from moe_dist.distributed.group import RankGroup, Verdict
+from moe_dist.distributed.group import RankGroup, Verdict, bundle, unbundle
 from moe_dist.errors import (
     ConfigError,
     NothingRunnable,
@@ -65,6 +65,12 @@ def test_every_rank_gets_every_word_in_rank_order(make: Make) -> None:
         return [rank.exchange("one", b"%d" % rank.rank), rank.exchange("two", b"x" * rank.rank)]
 
     assert results(together(make(3), talk)) == [[[b"0", b"1", b"2"], [b"", b"x", b"xx"]]] * 3
+
+
+def test_equal_words_are_published_once() -> None:
+    words = [b"x" * 1000, b"", b"x" * 1000, b"y"] * 100
+    assert unbundle(bundle(words)) == words
+    assert len(bundle(words)) < 1000 + 2 * len(words)
 
 
 def test_a_group_of_one_talks_to_itself_and_writes_no_word() -> None:

@@ -159,6 +159,19 @@ def test_an_accepted_hit_needs_no_candidate() -> None:
     assert planned(proposal, Answer((CellAnswer((None,), ("no", "no")),))).cells[0].serve == b"kept"
 
 
+def test_ranks_that_say_the_same_are_asked_once_and_nothing_else_changes() -> None:
+    """Decoding gives equal words as one object: the proposal and the plan are those of words that are only equal."""
+    cells = {cell("a"): offered(hit=b"x"), cell("b"): offered()}
+    same, other = offer(cells), offer({cell("a"): offered(ODD)}, workspace_limit=7)
+    shared = propose(same, other, same, same)
+    assert shared == propose(offer(dict(cells)), other, offer(dict(cells)), offer(dict(cells)))
+    fine, against, absent = yes(shared), Answer((CellAnswer(("no",), (None, None, "no")), None)), Answer((None, None))
+    plan = planned(shared, absent, fine, against, fine)
+    assert plan == planned(shared, absent, yes(shared), against, yes(shared))
+    assert [(got.serve, got.ranks) for got in plan.cells] == [(None, (1, 2, 3)), (None, (1, 3))]
+    assert plan.cells[0].rejected == ((ODD, "rank 2: no"),)
+
+
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
