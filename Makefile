@@ -41,7 +41,7 @@ test-fast: check
 
 # Each start of an engine is a minute of imports on one core: two at a time.
 test-sglang: .venv-sglang/.ready
-	.venv-sglang/bin/python -m pytest -n 2 -q -m engine tests/plugins/sglang
+	.venv-sglang/bin/python -m pytest -n 2 --dist worksteal -q -m engine tests/plugins/sglang
 
 test-vllm: .venv-vllm/.ready
 	.venv-vllm/bin/python -m pytest -q -m engine tests/plugins/vllm
