@@ -170,8 +170,10 @@ class MoELayer:
     def lookup(self, num_tokens: int, mode: str = "eager") -> Tactic:
         """The tactic that a call of `num_tokens` tokens without `group_tokens` runs, for the last weights and kind of call.
 
-        TunerStateError: the layer has seen no weights yet.
+        InputError: num_tokens is below 0. TunerStateError: the layer has seen no weights yet.
         """
+        if num_tokens < 0:
+            raise InputError(f"num_tokens is {num_tokens}; it must be at least 0")
         serving = self._serving[self._last_routed]
         if serving is None:
             raise TunerStateError("the layer has seen no weights yet, so its device is unknown; call get_tuned_layer or the layer first")

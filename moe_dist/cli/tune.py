@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import signal
 import sys
 import time
@@ -138,8 +139,8 @@ def plan_job(arguments: argparse.Namespace, ranks: RankSettings) -> TuneJob:
         )
     policy = MeasurementPolicy(arguments.policy)
     policy.modes(arguments.device)
-    if arguments.json is not None and arguments.json.is_dir():
-        raise ConfigError(f"--json {str(arguments.json)!r} is a folder; name a file")
+    if arguments.json is not None and ranks.rank == 0:
+        _require_writable(arguments.json)
     problem = MoEProblem.of(config, routed=arguments.routed)
     device = _device(arguments.device, ranks)
     next(usable_backends(problem, device, config.options))  # raises where there is none
@@ -154,6 +155,15 @@ def plan_job(arguments: argparse.Namespace, ranks: RankSettings) -> TuneJob:
         store=open_store(("read-only:" if arguments.no_write else "") + (arguments.store or default_store())),
         layout=layout,
     )
+
+
+def _require_writable(path: Path) -> None:
+    """ConfigError: rank 0 could not write its results here in the end."""
+    if path.is_dir():
+        raise ConfigError(f"--json {str(path)!r} is a folder; name a file")
+    above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not os.access(above, os.W_OK) or (above != path and not above.is_dir()):
+        raise ConfigError(f"--json {str(path)!r} can't be written: {str(above)!r} is not writable; name another place")
 
 
 def _device(kind: str, ranks: RankSettings) -> torch.device:
@@ -228,6 +238,17 @@ def _signals() -> Iterator[_Interrupts]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def _plain_signals() -> Iterator[None]:
+    """The system's own end of a process, for a wait that gives Python no turn to run a handler. There is nothing yet to tell peers."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
     """All passes, in order of token count. What ends them early is in the result; what was committed until then stays."""
     arguments, buckets = job.arguments, job.ladder.buckets()
@@ -243,7 +264,8 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
         progress.update(event)
 
     try:
-        group = _process_group(job)
+        with _plain_signals():
+            group = _process_group(job)
         with (
             progress,
             Tuner(

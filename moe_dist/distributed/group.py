@@ -290,13 +290,18 @@ class RankGroup:
         self.abort(RankWithdrawn(f"rank {name} left the pass: {reason}", [name]))
         self.dead = f"rank {name} withdrew"
 
+    def release(self) -> None:
+        """Give up the claim, so that another may be made on these ranks; this one goes on under its own words. Idempotent."""
+        if not self._closed and self.dead != "rendezvous lost":
+            with contextlib.suppress(RendezvousLost):
+                if self._ask(lambda: self._store.check([self._claim])) and self._get(self._claim).decode() == str(self._attachment):
+                    self._ask(lambda: self._store.delete_key(self._claim))
+
     def close(self) -> None:
         """Release the request thread and the claim on the ranks; idempotent. A request stuck in a dead server is not waited for."""
         if not self._closed:
+            self.release()
             self._closed = True
-            if self.dead != "rendezvous lost":
-                with contextlib.suppress(RendezvousLost):
-                    self._ask(lambda: self._store.delete_key(self._claim))
             self._requests.close()
 
     # -- below: the rendezvous -------------------------------------------------------------------------------------------

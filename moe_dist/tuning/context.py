@@ -39,3 +39,4 @@ def autotune(**settings: Any) -> Iterator[Tuner]:
     finally:
         _CURRENT.reset(token)
     tuner.run_pass()
+    tuner.group.release()  # the block is over: the next one may tune with these ranks

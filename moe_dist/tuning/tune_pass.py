@@ -151,10 +151,11 @@ class TunePass:
         journal: Journal | None,
         workspace_limit: int | None,
         on_progress: Callable[[ProgressEvent], None],
+        adopt: Callable[[PassOutcome], None],
     ) -> None:
         self._settings, self._group, self._environment, self._records = settings, group, environment, records
         self._store, self._serving, self._memory, self._journal = store, serving, memory, journal
-        self._workspace_limit, self._on_progress = workspace_limit, on_progress
+        self._workspace_limit, self._on_progress, self._adopt = workspace_limit, on_progress, adopt
         self._arena = arena
         self._environments = [environment]
         self._started = time.monotonic()
@@ -162,7 +163,8 @@ class TunePass:
         self._lent: Arena | Refused | None = None
 
     def run(self) -> PassOutcome:
-        """The outcome that the whole group committed. Any error leaves the previous epoch in force on every rank."""
+        """The outcome that the whole group committed, adopted. Any error before that leaves the previous epoch in force on every rank;
+        what comes after (publishing, the callback) can fail, but changes no rank's table."""
         group = self._group
         group.begin_pass()
         try:
@@ -193,6 +195,8 @@ class TunePass:
             raise
         finally:
             self._use_arena(None)
+        # Peers serve it from now on, so this rank does too, before anything else can fail.
+        self._adopt(outcome)
         if group.is_leader and self._settings.measure:
             self._publish(outcome)
         self._memory.update((self._key(cell).path, entry) for cell, entry in outcome.entries.items())
@@ -426,7 +430,10 @@ class TunePass:
         return self._settings.budget is not None and elapsed_s > self._settings.budget.total_seconds()
 
     def _tune_apart(self, to_tune: Sequence[plan.PlannedCell], number: int) -> tuple[list[Decided], dict[Cell, bytes]]:
-        """Strategy `reload`: measure alone, publish, pass the barrier; then all adopt the one table that the leader lists."""
+        """Strategy `reload`: measure alone, say what won, pass the barrier; then all adopt the one table that the leader lists.
+
+        No winner becomes a stored entry before the group has committed it: another rank may have rejected it.
+        """
         group = self._group
         mine: dict[int, bytes] = {}
         failed: dict[int, list[list[Any]]] = {}
@@ -441,7 +448,6 @@ class TunePass:
             decided = Decided(planned.cell, planned.default, race.winner(), race.standing(planned.default), ())
             if (entry := self._entry(decided, self._environment)) is not None:
                 mine[index] = entry
-                self._store.put(self._key(planned.cell).path, entry)
         published = [
             msgpack.unpackb(word, strict_map_key=False) for word in group.exchange("reload-published", msgpack.packb([mine, failed]))
         ]

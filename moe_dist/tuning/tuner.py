@@ -30,7 +30,7 @@ from moe_dist.tuning.identity import Environment, build_environment
 from moe_dist.tuning.journal import Journal
 from moe_dist.tuning.policy import OBJECTIVES, STRATEGIES, MeasurementPolicy
 from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, Epoch, Operation, ProbeSpec, Problem, Tactic, Winner, unpack
-from moe_dist.tuning.tune_pass import Committed, PassSettings, ProgressEvent, TunePass, read_committed, reserve_for
+from moe_dist.tuning.tune_pass import Committed, PassOutcome, PassSettings, ProgressEvent, TunePass, read_committed, reserve_for
 
 log = logging.getLogger("moe_dist.tuning")
 
@@ -66,7 +66,8 @@ class Tuner:
     store: an open `Store`, or a URL or folder for `open_store`. policy: how time is taken.
     group: a torch.distributed ProcessGroup or a `RankGroup`; None: alone. All ranks of a group give equal settings.
     strategy: "reduce", "shard" or "reload"; objective: "max" or "mean" over ranks. ladder: the buckets.
-    budget: how long measuring may take in one pass; None: no limit. deployment: whose epochs these are.
+    budget: how long measuring may take in one pass; None: no limit. deployment: whose epochs these are; give groups that
+        tune other problems into one store other names, since a joiner adopts the newest.
     device: whose environment keys the results; None: the CUDA device if there is one, else the CPU.
     versions: of foreign backends in the pool, part of the environment. workspace_limit: bytes a tactic may need.
     mixed_environments: ranks may differ in environment; then each environment gets its entry.
@@ -102,6 +103,8 @@ class Tuner:
         if budget is not None and budget <= timedelta(0):
             raise ConfigError(f"budget is {budget}; it must be above 0, or None for no limit")
         self.device = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"device is {str(self.device)!r}, but torch sees no CUDA device in this process; use 'cpu'")
         self.policy = policy or MeasurementPolicy()
         self.ladder = ladder
         self.modes = self.policy.modes(self.device.type)
@@ -110,7 +113,6 @@ class Tuner:
         self.arena: Arena | None = None  # the symmetric memory of the epoch's tactics
         self._owns_store = isinstance(store, str)
         self.store: Store = open_store(store) if isinstance(store, str) else store
-        self._group = _rank_group(group, progress_timeout, cap)
         self._strategy, self._objective, self._budget, self._deployment = strategy, objective, budget, deployment
         self._probe = probe or ProbeSpec()
         self._workspace_limit, self._mixed = workspace_limit, mixed_environments
@@ -120,6 +122,8 @@ class Tuner:
         self._records: dict[Problem, Operation] = {}
         self._memory: dict[str, bytes] = {}
         self._closed = False
+        # Last, so that nothing can fail once the ranks are claimed.
+        self._group = _rank_group(group, progress_timeout, cap)
 
     @property
     def group(self) -> RankGroup:
@@ -136,8 +140,9 @@ class Tuner:
 
         buckets: a part of the ladder; None: all of it. policy: of this pass; None: the tuner's. measure False: cells whose
         entry every rank accepts are served, the rest keep what they have, and nothing is timed or stored.
-        On return the new epoch is served. On any error the previous one is: SettingsDiffer, NothingRunnable, RankLost,
-        RankWithdrawn, PassAborted, RendezvousLost; TunerStateError when misused.
+        On return the new epoch is served. On any of these the previous one is: SettingsDiffer, NothingRunnable, RankLost,
+        RankWithdrawn, PassAborted, RendezvousLost; TunerStateError when misused. An error of the store's or the callback's own
+        after the commit propagates with the new epoch served, as on the other ranks.
         """
         self._require_usable()
         chosen = tuple(self.ladder.buckets() if buckets is None else buckets)
@@ -152,9 +157,8 @@ class Tuner:
         )  # fmt: skip
         outcome = TunePass(
             settings, self._group, self.environment, self._records, self.store, serving=self.epoch, arena=self.arena, memory=self._memory,
-            journal=self._journal, workspace_limit=self._workspace_limit, on_progress=self._on_progress,
+            journal=self._journal, workspace_limit=self._workspace_limit, on_progress=self._on_progress, adopt=self._adopt_outcome,
         ).run()  # fmt: skip
-        self.arena, self.epoch = outcome.arena, outcome.epoch
         return PassReport(
             rows=tuple(Row(cell, outcome.keys[cell], outcome.epoch.winners.get(cell)) for cell in outcome.cells),
             measured=outcome.measured,
@@ -227,6 +231,9 @@ class Tuner:
         if error is not None and not self._closed:
             self.withdraw(f"{type(error).__name__}: {first_line(error)}")
         self.close()
+
+    def _adopt_outcome(self, outcome: PassOutcome) -> None:
+        self.arena, self.epoch = outcome.arena, outcome.epoch
 
     def _require_usable(self) -> None:
         if self._closed:

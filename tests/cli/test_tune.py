@@ -123,6 +123,29 @@ def test_buckets(text: str, bounds: tuple[int, ...]) -> None:
     assert plan_job(parsed("--model", "olmoe-1b-7b", "--buckets", text), RankSettings()).ladder.bounds == bounds
 
 
+def test_results_that_could_not_be_written_are_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--json '.*file/out.json' can't be written: '.*file' is not writable; name another place"):
+        plan_job(parsed("--model", "olmoe-1b-7b", "--json", str(tmp_path / "file/out.json")), RankSettings())
+    plan_job(parsed("--model", "olmoe-1b-7b", "--json", str(tmp_path / "new/folder/out.json")), RankSettings())
+    assert not (tmp_path / "new").exists()
+
+
+def test_sigterm_ends_a_rank_that_waits_for_its_peers_to_start(model: str) -> None:
+    environ = environment(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    lone = subprocess.Popen(
+        [sys.executable, "-m", "moe_dist.tune", "--device", "cpu", "--model", model, "--ep", "2"], env=environ, stderr=subprocess.PIPE
+    )
+    try:
+        with socket.socket() as probe:  # its rendezvous server listens: it waits inside the start of the process group
+            until(lambda: probe.connect_ex(("127.0.0.1", int(environ["MASTER_PORT"]))) == 0, [lone], "the rendezvous")
+        lone.terminate()
+        assert lone.wait(timeout=30.0) == -signal.SIGTERM
+    finally:
+        lone.kill()
+        lone.communicate()
+
+
 def test_a_stage_and_a_replica_are_groups_of_their_own() -> None:
     asked = parsed("--model", "olmoe-1b-7b", "--ep", "2", "--pp", "2", "--dp", "2")
     assert plan_job(asked, RankSettings(rank=5, world_size=8)).place.group == (4, 5)

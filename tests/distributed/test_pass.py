@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -19,8 +20,10 @@ from moe_dist.distributed.plan import Offer
 from moe_dist.errors import PassAborted
 from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.tuning import tune_pass
+from moe_dist.tuning.context import autotune
 from moe_dist.tuning.policy import STRATEGIES, MeasurementPolicy
 from moe_dist.tuning.problem import BucketLadder
+from moe_dist.tuning.tune_pass import ProgressEvent
 from moe_dist.tuning.tuner import PassReport, Tuner
 
 # So far apart that a loaded machine, which wakes a sleeper late by ten milliseconds, can't reorder them.
@@ -469,3 +472,84 @@ def offers_of_a_serving_rank(rank: Rank) -> Any:
 def test_what_is_served_is_offered_with_its_epoch(tmp_path: Path) -> None:
     outcomes = run_ranks(offers_of_a_serving_rank, 2, tmp_path)
     assert [outcome.value for outcome in outcomes] == [[0, 1]] * 2, outcomes
+
+
+class Lenient(FakeOperation):
+    """Passes every tactic: this rank's share hides the fault of "wrong"."""
+
+    def probe(self, num_tokens: int, spec: Any) -> Any:
+        probe = super().probe(num_tokens, spec)
+        probe.check = lambda run: None
+        return probe
+
+
+def wrong_on_rank_0(rank: Rank, strategy: str, fault: str) -> Any:
+    costs = {"plain": 30_000.0, "wrong": 100.0}
+    operation = FakeOperation("a", costs) if rank.index == 0 else Lenient("a", costs)
+    with make_tuner(rank, strategy, ladder=BucketLadder((1,)), progress_timeout=4.0) as tuner:
+        tuner.record(operation)
+        if fault == "die" and rank.index == 0:
+            exchange = tuner.group.exchange
+
+            def dying(step: str, word: bytes) -> list[bytes]:
+                if step == "reload-epoch":
+                    os._exit(9)
+                return exchange(step, word)
+
+            tuner.group.exchange = dying  # type: ignore[method-assign]
+        return table(tuner.run_pass()), 0, 0, tuner.epoch.digest
+
+
+def test_reload_stores_no_winner_that_another_rank_rejected(tmp_path: Path) -> None:
+    assert agreed(run_ranks(wrong_on_rank_0, 2, tmp_path, "reload", "")) == {"a 1": "plain"}
+    assert agreed(run_ranks(wrong_on_rank_0, 2, tmp_path, "reload", "")) == {"a 1": "plain"}
+
+
+def test_reload_stores_no_winner_of_a_pass_that_was_aborted(tmp_path: Path) -> None:
+    outcomes = run_ranks(wrong_on_rank_0, 2, tmp_path, "reload", "die")
+    assert [outcome.error for outcome in outcomes] == ["killed", "RankLost"]
+    assert agreed(run_ranks(wrong_on_rank_0, 2, tmp_path, "reduce", "")) == {"a 1": "plain"}
+
+
+def fails_after_the_commit(rank: Rank, strategy: str) -> Any:
+    """(the error that propagated, the digest that is served)."""
+
+    def on_progress(event: ProgressEvent) -> None:
+        if event.phase == "done" and rank.index == 0:
+            raise BrokenPipeError("the terminal is gone")
+
+    with make_tuner(rank, strategy, ladder=BucketLadder((1,)), on_progress=on_progress) as tuner:
+        tuner.record(FakeOperation("a", COSTS))
+        try:
+            tuner.run_pass()
+        except BrokenPipeError as error:
+            return str(error), tuner.epoch.digest, len(tuner.epoch.winners)
+        return "", tuner.epoch.digest, len(tuner.epoch.winners)
+
+
+@each_strategy
+def test_an_error_after_the_commit_leaves_the_new_epoch_served(strategy: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(fails_after_the_commit, 2, tmp_path, strategy)
+    assert [outcome.error for outcome in outcomes] == ["", ""], outcomes
+    assert [outcome.value[0] for outcome in outcomes] == ["the terminal is gone", ""]
+    assert outcomes[0].value[1:] == outcomes[1].value[1:]
+    assert outcomes[0].value[2] == 1
+
+
+def two_blocks(rank: Rank) -> Any:
+    """Two autotune blocks, one after the other, on one group; then the first one's tuner still reloads."""
+    store = dist.TCPStore("127.0.0.1", rank.port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank.index, world_size=rank.size)
+    tuners = []
+    for name in "ab":
+        with autotune(
+            store=str(rank.folder / "store"), group=dist.group.WORLD, policy=POLICY, ladder=BucketLadder((1,)), device="cpu"
+        ) as tuner:
+            tuner.record(FakeOperation(name, COSTS))
+        tuners.append(tuner)
+    return [len(tuner.epoch.winners) for tuner in tuners], tuners[0].reload()
+
+
+def test_one_autotune_block_may_follow_another(tmp_path: Path) -> None:
+    outcomes = run_ranks(two_blocks, 2, tmp_path)
+    assert [outcome.value for outcome in outcomes] == [([1, 1], True)] * 2, outcomes
