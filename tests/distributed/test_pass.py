@@ -18,6 +18,7 @@ from ranks import Rank, Ranks, run_ranks, wait_for
 
 from moe_dist.distributed.plan import Offer
 from moe_dist.errors import PassAborted
+from moe_dist.stores.codec import decode_entry
 from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.tuning import tune_pass
 from moe_dist.tuning.context import autotune
@@ -484,9 +485,12 @@ class Lenient(FakeOperation):
 
 
 def wrong_on_rank_0(rank: Rank, strategy: str, fault: str) -> Any:
-    costs = {"plain": 30_000.0, "wrong": 100.0}
-    operation = FakeOperation("a", costs) if rank.index == 0 else Lenient("a", costs)
-    with make_tuner(rank, strategy, ladder=BucketLadder((1,)), progress_timeout=4.0) as tuner:
+    # Rank 1 is the slower one: what it writes would be the last word in a shared store.
+    operation = (
+        FakeOperation("a", {"plain": 30_000.0, "wrong": 100.0}) if rank.index == 0 else Lenient("a", {"plain": 200_000.0, "wrong": 100.0})
+    )
+    store = str(rank.folder / (f"store-{rank.index}" if fault == "apart" else "store"))
+    with make_tuner(rank, strategy, store=store, ladder=BucketLadder((1,)), progress_timeout=4.0) as tuner:
         tuner.record(operation)
         if fault == "die" and rank.index == 0:
             exchange = tuner.group.exchange
@@ -501,8 +505,11 @@ def wrong_on_rank_0(rank: Rank, strategy: str, fault: str) -> Any:
 
 
 def test_reload_stores_no_winner_that_another_rank_rejected(tmp_path: Path) -> None:
-    assert agreed(run_ranks(wrong_on_rank_0, 2, tmp_path, "reload", "")) == {"a 1": "plain"}
-    assert agreed(run_ranks(wrong_on_rank_0, 2, tmp_path, "reload", "")) == {"a 1": "plain"}
+    """With a store each, nobody would overwrite it: at the next start it would be a hit, and win by its digest or by its rank."""
+    run_ranks(wrong_on_rank_0, 2, tmp_path, "reload", "apart")
+    stored = [decode_entry(path.read_bytes()).tactic["name"] for path in tmp_path.glob("store-*/entries/*/*")]
+    assert stored == ["plain"], "the leader's, after the commit"
+    assert agreed(run_ranks(wrong_on_rank_0, 2, tmp_path, "reload", "apart")) == {"a 1": "plain"}
 
 
 def test_reload_stores_no_winner_of_a_pass_that_was_aborted(tmp_path: Path) -> None:
