@@ -75,6 +75,7 @@ def wait_for(path: Path, timeout: float = 60.0) -> None:
 
 
 def _main(function: Callable[..., Any], rank: Rank, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)  # ranks share few cores: with a thread for each core in each rank they would wait for one another
     started = time.monotonic()
     try:
         outcome = Outcome(value=function(rank, *args))
