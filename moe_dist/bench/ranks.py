@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 from moe_dist.distributed.group import RankGroup
