@@ -1,6 +1,6 @@
 """What stores cost: attaching one with thousands of entries, and reloading an epoch of a thousand winners.
 
-Owns the clock and the made-up entries; `moe-dist bench` prints and keeps the rows.
+Owns the clock and the made-up entries; whoever calls `measure_stores` prints and keeps the rows.
 """
 
 from __future__ import annotations

@@ -560,3 +560,25 @@ def two_blocks(rank: Rank) -> Any:
 def test_one_autotune_block_may_follow_another(tmp_path: Path) -> None:
     outcomes = run_ranks(two_blocks, 2, tmp_path)
     assert [outcome.value for outcome in outcomes] == [([1, 1], True)] * 2, outcomes
+
+
+def fails_to_open(rank: Rank) -> Any:
+    """The first tuner can't be made: its journal lies in the home of a user who does not exist. Then another on the same ranks."""
+    store = dist.TCPStore("127.0.0.1", rank.port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank.index, world_size=rank.size)
+    try:
+        Tuner(group=dist.group.WORLD, journal="~no-such-user/journal", device="cpu")
+    except RuntimeError as error:
+        refused = str(error)
+    with Tuner(
+        group=dist.group.WORLD, policy=POLICY, ladder=BucketLadder((1,)), device="cpu", progress_timeout=timedelta(seconds=20)
+    ) as tuner:
+        tuner.record(FakeOperation("a", COSTS))
+        return refused, table(tuner.run_pass())
+
+
+def test_a_tuner_that_failed_to_open_keeps_no_ranks(tmp_path: Path) -> None:
+    outcomes = run_ranks(fails_to_open, 2, tmp_path)
+    assert [outcome.error for outcome in outcomes] == ["", ""], outcomes
+    assert all("home directory" in outcome.value[0] for outcome in outcomes)
+    assert [outcome.value[1] for outcome in outcomes] == [{"a 1": "quick"}] * 2
