@@ -31,7 +31,7 @@ from moe_dist.errors import InputError, TunerStateError, UnsupportedBackend
 from moe_dist.operation import MoEOperation
 from moe_dist.tensors import MoEActivationPack, MoEWeightPack
 from moe_dist.tuning.context import current_tuner
-from moe_dist.tuning.problem import MODES, Bucket, Epoch, Tactic
+from moe_dist.tuning.problem import MODES, Bucket, Epoch, Tactic, modes_on
 from moe_dist.tuning.tuner import Tuner
 
 logger = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ class _Serving:
             defaults += [self._default(bucket)] * (bucket.high - bucket.low + 1)
         self._local: dict[str, list[_Served]] = {}
         self._collective: dict[str, dict[int, _Served]] = {}
-        for mode in MODES if self.device.type != "cpu" else ("eager",):
+        for mode in modes_on(self.device.type):
             self._local[mode], self._collective[mode] = self._index(mode, list(defaults))
         self.max_num_tokens = max(len(local) for local in self._local.values()) - 1
 

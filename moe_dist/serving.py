@@ -20,6 +20,7 @@ from moe_dist.backends.base import Backend, MoEProblem
 from moe_dist.backends.reference import ReferenceBackend
 from moe_dist.backends.registry import find_backends
 from moe_dist.config import BackendOptions, MoEConfig
+from moe_dist.distributed.epoch import EPOCHS
 from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT
 from moe_dist.layer import MoELayer
 from moe_dist.operation import MoEOperation
@@ -27,9 +28,9 @@ from moe_dist.settings import ServingSettings
 from moe_dist.stores.codec import Malformed, decode_epoch
 from moe_dist.stores.open import open_store
 from moe_dist.tensors import MoEActivationPack, MoEWeightPack
+from moe_dist.tuning.pass_terms import ProgressEvent
 from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.problem import Bucket, BucketLadder, Epoch, Winner, digest
-from moe_dist.tuning.tune_pass import ProgressEvent
 from moe_dist.tuning.tuner import Tuner
 
 log = logging.getLogger("moe_dist.serving")
@@ -188,7 +189,7 @@ def stored_epochs(url: str) -> list[Epoch]:
     store = open_store(url)
     try:
         newest: dict[str, Epoch] = {}
-        for key in store.list("epochs"):  # rising, so that the last readable one of a deployment stays
+        for key in store.list(EPOCHS):  # rising, so that the last readable one of a deployment stays
             with contextlib.suppress(Malformed):
                 found, _ = decode_epoch(store.get(key) or b"")
                 newest[found.deployment] = found

@@ -33,6 +33,7 @@ TUNER_PARTS = (
     "moe_dist.stores",
     "moe_dist.distributed",
 )
+PASS_PARTS = ("moe_dist.tuning.pass_terms", "moe_dist.tuning.adoption", "moe_dist.tuning.rounds", "moe_dist.tuning.apart")
 CORE = (
     *LEAVES,
     *TUNER_PARTS,
@@ -56,7 +57,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # None of the tuner's parts imports another. A policy is a word of the others: how time is taken.
     "moe_dist.tuning.policy": LEAVES,
     **dict.fromkeys(TUNER_PARTS[1:], (*LEAVES, "moe_dist.tuning.policy")),
-    "moe_dist.tuning": (*LEAVES, *TUNER_PARTS, "moe_dist.settings"),  # tuner.py, tune_pass.py and context.py
+    # A pass, from its words up; then tuner.py and context.py.
+    "moe_dist.tuning.pass_terms": (*LEAVES, *TUNER_PARTS),
+    "moe_dist.tuning.adoption": (*LEAVES, *TUNER_PARTS),
+    "moe_dist.tuning.rounds": (*LEAVES, *TUNER_PARTS, "moe_dist.tuning.pass_terms", "moe_dist.tuning.adoption"),
+    "moe_dist.tuning.apart": (*LEAVES, *TUNER_PARTS, "moe_dist.tuning.pass_terms", "moe_dist.tuning.rounds"),
+    "moe_dist.tuning.tune_pass": (*LEAVES, *TUNER_PARTS, *PASS_PARTS),
+    "moe_dist.tuning": (*LEAVES, *TUNER_PARTS, *PASS_PARTS, "moe_dist.tuning.tune_pass", "moe_dist.settings"),
     "moe_dist.checks": (*LEAVES, "moe_dist.tensors", "moe_dist.backends"),
     "moe_dist.operation": (*LEAVES, "moe_dist.tensors", "moe_dist.backends", "moe_dist.checks", "moe_dist.tuning.probe"),
     "moe_dist.trace": (*LEAVES, "moe_dist.tensors", "moe_dist.backends", "moe_dist.tuning.identity"),

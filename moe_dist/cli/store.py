@@ -7,15 +7,17 @@ import json
 import sys
 from typing import Any
 
+from moe_dist.distributed.epoch import EPOCHS
 from moe_dist.errors import ConfigError
 from moe_dist.settings import default_store
 from moe_dist.stores.base import Store
 from moe_dist.stores.codec import Malformed, decode_entry, decode_epoch
 from moe_dist.stores.open import open_store
+from moe_dist.tuning.identity import ENTRIES
 from moe_dist.tuning.problem import Winner, unpack
 
 HELP = "list, show and remove what a store holds"
-FOLDERS = ("entries", "epochs")
+FOLDERS = (ENTRIES, EPOCHS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +74,7 @@ def _below(store: Store, prefix: str | None) -> list[str]:
 
 def _line(key: str, value: bytes) -> str:
     try:
-        if key.startswith("epochs/"):
+        if key.startswith(f"{EPOCHS}/"):
             epoch, entries = decode_epoch(value)
             return f"epoch {epoch.number} of {epoch.deployment!r}: {len(epoch.winners)} winners, {len(entries)} entries"
         entry = decode_entry(value)
@@ -86,7 +88,7 @@ def _line(key: str, value: bytes) -> str:
 
 def _content(key: str, value: bytes) -> Any:
     try:
-        if key.startswith("epochs/"):
+        if key.startswith(f"{EPOCHS}/"):
             epoch, entries = decode_epoch(value)
             winners = [{"cell": str(cell), **_winner(winner)} for cell, winner in epoch.winners.items()]
             return {

@@ -33,9 +33,9 @@ from moe_dist.operation import MoEOperation, make_random_weights
 from moe_dist.settings import RankSettings, default_store, rank_settings
 from moe_dist.stores.base import Store
 from moe_dist.stores.open import open_store
+from moe_dist.tuning.pass_terms import ProgressEvent
 from moe_dist.tuning.policy import OBJECTIVES, POLICIES, STRATEGIES, MeasurementPolicy
 from moe_dist.tuning.problem import BucketLadder, ProbeSpec
-from moe_dist.tuning.tune_pass import ProgressEvent
 from moe_dist.tuning.tuner import Tuner
 
 HELP = "tune a model's MoE layer ahead of a deployment; under torchrun, on all its ranks together"

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from moe_dist.config import MoEConfig
 from moe_dist.interop.hf_config import ModelShape
-from moe_dist.tuning.tune_pass import ProgressEvent
+from moe_dist.tuning.pass_terms import ProgressEvent
 from moe_dist.tuning.tuner import PassReport, Row
 
 

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 from moe_dist.tuning.problem import digest
 
 T = TypeVar("T")
+EPOCHS = "epochs"
 
 
 class ByteStore(Protocol):
@@ -22,7 +23,7 @@ class ByteStore(Protocol):
 
 
 def folder(deployment: str) -> str:
-    return f"epochs/{digest(deployment)}"
+    return f"{EPOCHS}/{digest(deployment)}"
 
 
 def publish(store: ByteStore, deployment: str, number: int, value: bytes) -> bool:

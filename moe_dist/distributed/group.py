@@ -13,7 +13,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -207,6 +207,21 @@ class RankGroup:
         self._step = 0
         self._pass_start = time.monotonic()
         self._open = True
+
+    @contextlib.contextmanager
+    def open_pass(self) -> Iterator[None]:
+        """A pass of all ranks: opened here, and ended for everyone however the block ends. It commits inside, or raises."""
+        self.begin_pass()
+        try:
+            yield
+        except (SettingsDiffer, NothingRunnable, PassAborted) as error:  # all ranks conclude it from the same words
+            self.conclude(error)
+            raise
+        except (RankLost, RankWithdrawn, RendezvousLost):  # what the verdict says
+            raise
+        except BaseException as error:
+            self.withdraw(f"{type(error).__name__}: {first_line(error)}")
+            raise
 
     def exchange(self, step: str, word: bytes) -> list[bytes]:
         """Send `word` and return every rank's, in rank order. All ranks call the same steps in the same order.

@@ -20,6 +20,7 @@ import torch
 from moe_dist.tuning.problem import Cell, ProbeSpec, canonical, digest
 
 FORMAT_VERSION = 1
+ENTRIES = "entries"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,11 @@ class Environment:
     @property
     def digest(self) -> str:
         return digest(self)
+
+    @property
+    def folder(self) -> str:
+        """Where its entries lie in a store."""
+        return f"{ENTRIES}/{self.digest}"
 
     def to_plain(self) -> dict[str, Any]:
         return {field.name: canonical(getattr(self, field.name)) for field in dataclasses.fields(self)}
@@ -77,7 +83,7 @@ class Key:
     @property
     def path(self) -> str:
         """The store key of its entry: the environment chooses the folder, the rest the entry."""
-        return f"entries/{self.environment.digest}/{self.digest}"
+        return f"{self.environment.folder}/{self.digest}"
 
 
 def build_environment(device: torch.device, versions: Mapping[str, str] | None = None) -> Environment:

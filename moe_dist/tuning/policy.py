@@ -1,4 +1,4 @@
-"""How time is taken for a mode. Data only; `measure.py` holds the clocks. Imports errors alone."""
+"""How time is taken for a mode. Data only; `measure.py` holds the clocks. Imports leaves alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from datetime import timedelta
 
 from moe_dist.errors import ConfigError
+from moe_dist.tuning.problem import modes_on
 
 POLICIES = ("eager", "cuda_graph", "auto")
 STRATEGIES = ("reduce", "shard", "reload")
@@ -38,8 +39,7 @@ class MeasurementPolicy:
 
     def modes(self, device_type: str) -> tuple[str, ...]:
         """The modes that a measurement on `device_type` serves. ConfigError: the device has no such mode."""
-        if device_type != "cuda":
-            if self.kind == "cuda_graph":
-                raise ConfigError(f"policy 'cuda_graph' needs a CUDA device, not {device_type!r}; choose 'eager'")
-            return ("eager",)
-        return {"eager": ("eager",), "cuda_graph": ("cuda_graph",), "auto": ("eager", "cuda_graph")}[self.kind]
+        there = modes_on(device_type)
+        if self.kind != "auto" and self.kind not in there:
+            raise ConfigError(f"policy {self.kind!r} needs a CUDA device, not {device_type!r}; choose 'eager'")
+        return there if self.kind == "auto" else (self.kind,)

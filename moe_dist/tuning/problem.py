@@ -20,6 +20,13 @@ import torch
 from moe_dist.errors import ConfigError
 
 MODES = ("eager", "cuda_graph")
+
+
+def modes_on(device_type: str) -> tuple[str, ...]:
+    """How a call can be executed there: graphs exist on CUDA devices alone."""
+    return MODES if device_type == "cuda" else MODES[:1]
+
+
 Scalar = str | int | float | bool | None
 _SCALARS = {str, int, float, bool, type(None)}
 

@@ -18,19 +18,19 @@ import torch
 import torch.distributed as dist
 
 from moe_dist.config import DEFAULT_MAX_NUM_TOKENS
-from moe_dist.distributed import converge, epoch
 from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT, RankGroup
 from moe_dist.distributed.symmetric import Arena
-from moe_dist.errors import ConfigError, PassAborted, RankLost, RankWithdrawn, RendezvousLost, TunerStateError, first_line
+from moe_dist.errors import ConfigError, TunerStateError, first_line
 from moe_dist.settings import job_settings
 from moe_dist.stores.base import Store
-from moe_dist.stores.codec import Malformed, decode_entry
 from moe_dist.stores.open import open_store
+from moe_dist.tuning.adoption import adopt_newest
 from moe_dist.tuning.identity import Environment, build_environment
 from moe_dist.tuning.journal import Journal
+from moe_dist.tuning.pass_terms import PassOutcome, PassSettings, ProgressEvent
 from moe_dist.tuning.policy import OBJECTIVES, STRATEGIES, MeasurementPolicy
-from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, Epoch, Operation, ProbeSpec, Problem, Tactic, Winner, unpack
-from moe_dist.tuning.tune_pass import Committed, PassOutcome, PassSettings, ProgressEvent, TunePass, read_committed, reserve_for
+from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, Epoch, Operation, ProbeSpec, Problem, Tactic, Winner
+from moe_dist.tuning.tune_pass import TunePass
 
 log = logging.getLogger("moe_dist.tuning")
 
@@ -107,7 +107,7 @@ class Tuner:
             raise ConfigError(f"device is {str(self.device)!r}, but torch sees no CUDA device in this process; use 'cpu'")
         self.policy = policy or MeasurementPolicy()
         self.ladder = ladder
-        self.modes = self.policy.modes(self.device.type)
+        self.policy.modes(self.device.type)  # raises where the device has no such mode
         self.environment: Environment = build_environment(self.device, versions)
         self.epoch = Epoch(deployment=deployment)
         self.arena: Arena | None = None  # the symmetric memory of the epoch's tactics
@@ -177,38 +177,12 @@ class Tuner:
         Symmetric memory is reserved for the operations recorded so far. PassAborted: a rank can't have it.
         """
         self._require_usable()
-        if self._group.size == 1:
-            found = self._newest_epoch()
-            reason = self._why_not_epoch(found) if found is not None else None
-            if found is not None and reason is None:
-                self.arena = reserve_for(self._group, found.epoch, self._records, self.arena)
-            return found is not None and self._adopt_if(found, reason)
-        self._group.begin_pass()
-        try:
-            found = self._newest_epoch() if self._group.is_leader else None
-            value = self._group.exchange("reload", found.value if found else b"")[0]
-            found = found or (read_committed(value, self._deployment) if value else None)
-            missing = "it can't be read here" if value else "there is no committed epoch"
-            reason = self._why_not_epoch(found) if found else missing
-            reasons = [word.decode() for word in self._group.exchange("reload-accept", (reason or "").encode())]
-            refused = [f"rank {name}: {said}" for name, said in zip(self._group.names, reasons, strict=True) if said]
-            table = found.epoch if found and not refused else self.epoch
-            digests = [word.decode() for word in self._group.exchange("decide", table.digest.encode())]
-            converge.require_one_digest(digests, self._group.names, "epochs")
-            arena = self.arena
-            if any(winner.tactic.collective or winner.default.collective for winner in table.winners.values()):
-                arena = reserve_for(self._group, table, self._records, arena)
-            self._group.commit(table.digest)
-        except PassAborted as error:
-            self._group.conclude(error)
-            raise
-        except (RankLost, RankWithdrawn, RendezvousLost):
-            raise
-        except BaseException as error:
-            self._group.withdraw(f"{type(error).__name__}: {error}")
-            raise
-        self.arena = arena
-        return found is not None and self._adopt_if(found, refused[0] if refused else None)
+        found, self.arena = adopt_newest(self._group, self.store, self.environment, self._records, self.epoch, self.arena)
+        if found is None:
+            return False
+        self._memory.update(found.entries)
+        self.epoch = found.epoch
+        return True
 
     def withdraw(self, reason: str) -> None:
         """Tell the group that this rank will not take part in its next pass; peers raise RankWithdrawn at once."""
@@ -240,36 +214,6 @@ class Tuner:
             raise TunerStateError("this tuner is closed; make another")
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise TunerStateError("a pass can't run under CUDA graph capture; tune before capturing")
-
-    def _newest_epoch(self) -> Committed | None:
-        return epoch.newest(self.store, self._deployment, lambda value: read_committed(value, self._deployment))
-
-    def _adopt_if(self, found: Committed, reason: str | None) -> bool:
-        if reason is not None:
-            log.warning("the committed epoch is not adopted: %s", reason)
-            return False
-        self._memory.update(found.entries)
-        self.epoch = found.epoch
-        return True
-
-    def _why_not_epoch(self, found: Committed) -> str | None:
-        """Why this rank can't serve the epoch; None: it can."""
-        for path, entry in found.entries.items():
-            if path.startswith(f"entries/{self.environment.digest}/"):
-                continue
-            try:
-                key = unpack(decode_entry(entry).key)
-            except Malformed as error:
-                return str(error)
-            differing = self.environment.differences(Environment.from_plain(dict(dict(key[1])["environment"][1])))
-            return "it was tuned in another environment: " + "; ".join(
-                f"{name} {theirs!r}, here {ours!r}" for name, (ours, theirs) in differing.items()
-            )
-        for cell, winner in found.epoch.winners.items():
-            operation = self._records.get(cell.problem)
-            if operation is not None and (reason := operation.why_not(winner.tactic, cell.bucket)) is not None:
-                return f"{cell}: {winner.tactic}: {reason}"
-        return None
 
 
 def _rank_group(group: dist.ProcessGroup | RankGroup | None, progress_timeout: timedelta, cap: timedelta) -> RankGroup:

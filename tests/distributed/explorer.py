@@ -24,7 +24,7 @@ from moe_dist.distributed import group as group_module
 from moe_dist.distributed.group import RankGroup, Verdict
 from moe_dist.errors import GroupError
 from moe_dist.stores.memory import MemoryStore
-from moe_dist.tuning import tune_pass, tuner
+from moe_dist.tuning import pass_terms, rounds, tuner
 from moe_dist.tuning.identity import build_environment
 from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.problem import BucketLadder, Measurement, Tactic, Timed
@@ -267,8 +267,9 @@ class Explorer:
         )  # fmt: skip
         monkeypatch.setattr(group_module, "time", clock)
         monkeypatch.setattr(group_module, "_Requests", _Requests)
-        monkeypatch.setattr(tune_pass, "time", clock)
-        monkeypatch.setattr(tune_pass, "CellMeasurer", _Measurer)
+        monkeypatch.setattr(rounds, "time", clock)
+        monkeypatch.setattr(pass_terms, "time", clock)
+        monkeypatch.setattr(rounds, "CellMeasurer", _Measurer)
         monkeypatch.setattr(tuner, "build_environment", lambda device, versions: ENVIRONMENT)
 
     def _sleep(self, seconds: float) -> None:

@@ -22,9 +22,9 @@ from moe_dist.stores.codec import decode_entry
 from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.tuning import tune_pass
 from moe_dist.tuning.context import autotune
+from moe_dist.tuning.pass_terms import ProgressEvent
 from moe_dist.tuning.policy import STRATEGIES, MeasurementPolicy
 from moe_dist.tuning.problem import BucketLadder
-from moe_dist.tuning.tune_pass import ProgressEvent
 from moe_dist.tuning.tuner import PassReport, Tuner
 
 # So far apart that a loaded machine, which wakes a sleeper late by ten milliseconds, can't reorder them.

@@ -1,0 +1,111 @@
+"""The words that the rooms of a pass share: its settings, how far it is, what a cell and the whole came to.
+
+`tune_pass`, `rounds` and `apart` speak them; the tuner and whoever shows progress read them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from moe_dist.distributed.symmetric import Arena
+from moe_dist.stores.codec import encode_entry
+from moe_dist.tuning.identity import Environment, Key
+from moe_dist.tuning.policy import MeasurementPolicy
+from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, Entry, Epoch, ProbeSpec, Tactic, Timed, canonical, pack
+from moe_dist.tuning.search import Standing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassSettings:
+    """What the ranks of a pass must have been told alike; `SettingsDiffer` names the fields that are not."""
+
+    policy: MeasurementPolicy
+    strategy: str
+    objective: str
+    probe: ProbeSpec
+    ladder: BucketLadder
+    buckets: tuple[Bucket, ...]
+    modes: tuple[str, ...]
+    deployment: str
+    budget: timedelta | None
+    mixed_environments: bool
+    measure: bool = True
+
+    def agreed(self) -> dict[str, Any]:
+        """Plain values under the names that an error shows."""
+        plain: dict[str, Any] = {
+            "policy": self.policy.kind, "rounds": self.policy.rounds, "sweeps": self.policy.sweeps,
+            "window_us": self.policy.window / timedelta(microseconds=1), "strategy": self.strategy, "objective": self.objective,
+            "probe": self.probe, "ladder": self.ladder.bounds, "buckets": tuple(bucket.high for bucket in self.buckets),
+            "modes": self.modes, "deployment": self.deployment, "budget_s": self.budget.total_seconds() if self.budget is not None else None,
+            "measure": self.measure,
+        }  # fmt: skip
+        return {name: canonical(value) for name, value in plain.items()}
+
+    def key(self, environment: Environment, cell: Cell) -> Key:
+        """Where the winner of `cell` lies for ranks of `environment`."""
+        return Key(environment=environment, cell=cell, policy=self.policy.kind, objective=self.objective, probe=self.probe)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgressEvent:
+    """How far a pass is. phase: "agree", "measure", "decide", "commit" or "done"; cells: those to time, and how many are done."""
+
+    phase: str
+    done: int = 0
+    cells: int = 0
+    cell: Cell | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Decided:
+    """What the measuring of one cell came to. winner None: nothing could be timed to the end; the default serves, unmeasured."""
+
+    cell: Cell
+    default: Tactic
+    winner: Standing | None
+    default_standing: Standing | None
+    rejected: tuple[tuple[Tactic, str], ...]
+
+    def entry(self, key: Key) -> bytes | None:
+        """What is stored of it under `key`; None: it has no winner."""
+        if self.winner is None:
+            return None
+        return encode_entry(
+            Entry(
+                key=pack(key.canonical()),
+                tactic=self.winner.tactic,
+                time=timed(self.winner),
+                default=self.default,
+                default_time=timed(self.default_standing) if self.default_standing else None,
+                provenance={"host": platform.node(), "pid": str(os.getpid()), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PassOutcome:
+    """epoch: the table to serve from; arena: the symmetric memory that its tactics need. keys: the key digest of each cell of the plan.
+
+    measured: candidates timed; hits: cells served from entries.
+    """
+
+    epoch: Epoch
+    cells: tuple[Cell, ...]
+    keys: Mapping[Cell, str]
+    measured: int
+    hits: int
+    rejected: tuple[tuple[Cell, Tactic, str], ...]
+    entries: Mapping[Cell, bytes]
+    stored: tuple[int, str]
+    arena: Arena | None = None
+
+
+def timed(standing: Standing) -> Timed:
+    return Timed(standing.median_us, standing.spread_us, standing.rounds)
