@@ -31,6 +31,7 @@ from moe_dist.errors import InputError, TunerStateError, UnsupportedBackend
 from moe_dist.operation import MoEOperation
 from moe_dist.tensors import MoEActivationPack, MoEWeightPack
 from moe_dist.tuning.context import current_tuner
+from moe_dist.tuning.pins import Pins
 from moe_dist.tuning.problem import MODES, Bucket, Epoch, Tactic, modes_on
 from moe_dist.tuning.tuner import Tuner
 
@@ -90,7 +91,8 @@ class MoELayer:
     none. tuner: whose epoch to serve from; None: the defaults run. extra_backends: instances that the registry doesn't know.
 
     The binding of the last weight pack is kept: use one MoELayer per layer of a model. A call that finds the epoch
-    replaced builds its index anew, except under graph capture, which finishes with the epoch that it began with.
+    replaced builds its index anew, except under graph capture, which finishes with the epoch that it began with. As long as a
+    captured graph lives, the tuner takes no other epoch, and the tuner (without one: this layer) keeps alive what it reads.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class MoELayer:
         self.extra_backends = tuple(extra_backends)
         self._serving: list[_Serving | None] = [None, None]  # for router logits, for routed calls
         self._last_routed = False
+        self._pins = Pins()  # of graphs that were captured without a tuner
         self._beyond_reported = False
 
     def get_tuned_layer(self, tensors: MoETensors, tuner: Tuner | None = None) -> MoELayer:
@@ -157,6 +160,8 @@ class MoELayer:
         if group_tokens is not None and self.tuner is not None and self.tuner.group.dead:
             group_tokens = None  # nobody is sure to answer: what needs no peer runs
         served = serving.pick(num_tokens, mode, group_tokens)
+        if serving.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._pin(serving)
         if num_tokens > serving.max_num_tokens and not self._beyond_reported and self.tuner is not None:
             self._beyond_reported = True
             logger.warning(
@@ -178,6 +183,12 @@ class MoELayer:
         if serving is None:
             raise TunerStateError("the layer has seen no weights yet, so its device is unknown; call get_tuned_layer or the layer first")
         return self._serving_for(serving.layer.weights, self._last_routed).pick(num_tokens, mode, None).tactic
+
+    def _pin(self, serving: _Serving) -> None:
+        if self.tuner is None:
+            self._pins.add_captured(serving.device, serving)
+        else:
+            self.tuner.pins.add_captured(serving.device, serving, self.tuner.arena)
 
     def _serving_for(self, weights: MoEWeightPack, routed: bool) -> _Serving:
         serving = self._serving[routed]

@@ -30,6 +30,7 @@ TUNER_PARTS = (
     "moe_dist.tuning.search",
     "moe_dist.tuning.journal",
     "moe_dist.tuning.probe",
+    "moe_dist.tuning.pins",
     "moe_dist.stores",
     "moe_dist.distributed",
 )

@@ -16,6 +16,7 @@ from moe_dist.errors import PassAborted
 from moe_dist.stores.base import Store
 from moe_dist.stores.codec import Malformed, decode_entry, decode_epoch
 from moe_dist.tuning.identity import Environment
+from moe_dist.tuning.pins import Pins
 from moe_dist.tuning.problem import Cell, Epoch, Operation, Problem, Tactic, unpack
 
 log = logging.getLogger("moe_dist.tuning")
@@ -51,23 +52,25 @@ def adopt_newest(
     records: Mapping[Problem, Operation],
     serving: Epoch,
     arena: Arena | None,
+    pins: Pins,
 ) -> tuple[Committed | None, Arena | None]:
     """The epoch that all ranks of `group` adopt, the leader's newest of the deployment they serve, and the arena to serve with.
 
-    None, said in the log: there is no such epoch, or a rank can't serve it. PassAborted: a rank can't have the symmetric memory.
+    None, said in the log: there is no such epoch, or a rank can't serve it, or has pins on another. PassAborted: a rank can't have the symmetric memory.
     """
     with group.open_pass():
         found = newest_committed(store, serving.deployment) if group.is_leader else None
         value = group.exchange("reload", found.value if found else b"")[0]
         found = found or (read_committed(value, serving.deployment) if value else None)
         missing = "it can't be read here" if value else "there is no committed epoch"
-        reason = _why_not(found, environment, records) if found else missing
+        held = pins.why_not_replace() if found and found.epoch.digest != serving.digest else None
+        reason = (held or _why_not(found, environment, records)) if found else missing
         reasons = [word.decode() for word in group.exchange("reload-accept", (reason or "").encode())]
         refused = [f"rank {name}: {said}" for name, said in zip(group.names, reasons, strict=True) if said]
         table = found.epoch if found and not refused else serving
         digests = [word.decode() for word in group.exchange("decide", table.digest.encode())]
         converge.require_one_digest(digests, group.names, "epochs")
-        if any(winner.tactic.collective or winner.default.collective for winner in table.winners.values()):
+        if table is not serving and any(winner.tactic.collective or winner.default.collective for winner in table.winners.values()):
             arena = reserve_for(group, table, records, arena)
         group.commit(table.digest)
     if found is not None and refused:

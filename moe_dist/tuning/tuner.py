@@ -20,7 +20,7 @@ import torch.distributed as dist
 from moe_dist.config import DEFAULT_MAX_NUM_TOKENS
 from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT, RankGroup
 from moe_dist.distributed.symmetric import Arena
-from moe_dist.errors import ConfigError, TunerStateError, first_line
+from moe_dist.errors import ConfigError, PassAborted, TunerStateError, first_line
 from moe_dist.settings import job_settings
 from moe_dist.stores.base import Store
 from moe_dist.stores.open import open_store
@@ -28,6 +28,7 @@ from moe_dist.tuning.adoption import adopt_newest
 from moe_dist.tuning.identity import Environment, build_environment
 from moe_dist.tuning.journal import Journal
 from moe_dist.tuning.pass_terms import PassOutcome, PassSettings, ProgressEvent
+from moe_dist.tuning.pins import Pin, Pins
 from moe_dist.tuning.policy import OBJECTIVES, STRATEGIES, MeasurementPolicy
 from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, Epoch, Operation, ProbeSpec, Problem, Tactic, Winner
 from moe_dist.tuning.tune_pass import TunePass
@@ -111,6 +112,7 @@ class Tuner:
         self.environment: Environment = build_environment(self.device, versions)
         self.epoch = Epoch(deployment=deployment)
         self.arena: Arena | None = None  # the symmetric memory of the epoch's tactics
+        self.pins = Pins()  # on both of them
         self._owns_store = isinstance(store, str)
         self.store: Store = open_store(store) if isinstance(store, str) else store
         self._strategy, self._objective, self._budget, self._deployment = strategy, objective, budget, deployment
@@ -141,14 +143,18 @@ class Tuner:
         buckets: a part of the ladder; None: all of it. policy: of this pass; None: the tuner's. measure False: cells whose
         entry every rank accepts are served, the rest keep what they have, and nothing is timed or stored.
         On return the new epoch is served. On any of these the previous one is: SettingsDiffer, NothingRunnable, RankLost,
-        RankWithdrawn, PassAborted, RendezvousLost; TunerStateError when misused. An error of the store's or the callback's own
-        after the commit propagates with the new epoch served, as on the other ranks.
+        RankWithdrawn, PassAborted (a pin on any rank is a reason), RendezvousLost; TunerStateError when misused. An error of the
+        store's or the callback's own after the commit propagates with the new epoch served, as on the other ranks.
         """
         self._require_usable()
         chosen = tuple(self.ladder.buckets() if buckets is None else buckets)
         if unknown := [bucket for bucket in chosen if bucket not in self.ladder.buckets()]:
             raise ConfigError(f"bucket {unknown[0]} is not in the ladder {self.ladder.bounds}")
         started = time.monotonic()
+        if (reason := self.pins.why_not_replace()) is not None:
+            name = self._group.names[self._group.rank]
+            with self._group.open_pass():  # all ranks raise it
+                raise PassAborted(f"rank {name}: {reason}", [name])
         policy = policy or self.policy
         settings = PassSettings(
             policy=policy, strategy=self._strategy, objective=self._objective, probe=self._probe, ladder=self.ladder, buckets=chosen,
@@ -173,16 +179,22 @@ class Tuner:
     def reload(self) -> bool:
         """Adopt the deployment's newest committed epoch from the store; in a group all ranks call it and adopt the leader's.
 
-        True: adopted. False: there is none, or a rank can't serve it (its environment differs, or a backend objects), said in the log.
+        True: adopted. False: there is none, or a rank can't serve it (its environment differs, a backend objects, or it is pinned
+        to another epoch), said in the log.
         Symmetric memory is reserved for the operations recorded so far. PassAborted: a rank can't have it.
         """
         self._require_usable()
-        found, self.arena = adopt_newest(self._group, self.store, self.environment, self._records, self.epoch, self.arena)
+        found, self.arena = adopt_newest(self._group, self.store, self.environment, self._records, self.epoch, self.arena, self.pins)
         if found is None:
             return False
         self._memory.update(found.entries)
         self.epoch = found.epoch
         return True
+
+    def pin(self) -> Pin:
+        """Keep the epoch and its symmetric memory in force until the pin is released, or its `with` block ends: until then a
+        `reload` of another epoch is refused on all ranks, and a pass is aborted. A captured graph has one as long as it lives."""
+        return self.pins.add()
 
     def withdraw(self, reason: str) -> None:
         """Tell the group that this rank will not take part in its next pass; peers raise RankWithdrawn at once."""
