@@ -27,7 +27,7 @@ from moe_dist.config import (
     QuantConfig,
     RoutingConfig,
 )
-from moe_dist.errors import InputError, TunerStateError, UnsupportedBackend
+from moe_dist.errors import GroupError, InputError, TunerStateError, UnsupportedBackend
 from moe_dist.operation import MoEOperation
 from moe_dist.tensors import MoEActivationPack, MoEWeightPack
 from moe_dist.tuning.context import current_tuner
@@ -151,6 +151,7 @@ class MoELayer:
 
         mode: how the caller executes this call, "eager" or "cuda_graph". group_tokens: a token count that the caller
         guarantees equal on all ranks; without it, or once the tuner's group is dead, no collective tactic is eligible.
+        A GroupError out of a collective tactic: a peer did not come; the group is then dead.
         """
         acts, weights = tensors
         routed = acts.router_logits is None
@@ -170,7 +171,12 @@ class MoELayer:
                 serving.max_num_tokens,
                 served.tactic,
             )
-        return _execute(serving.layer.problem, served.runner, acts, num_tokens, out, collective=served.tactic.collective)
+        try:
+            return _execute(serving.layer.problem, served.runner, acts, num_tokens, out, collective=served.tactic.collective)
+        except GroupError as error:
+            if self.tuner is not None:
+                self.tuner.group.dead = str(error)
+            raise
 
     def lookup(self, num_tokens: int, mode: str = "eager") -> Tactic:
         """The tactic that a call of `num_tokens` tokens without `group_tokens` runs, for the last weights and kind of call.

@@ -118,6 +118,11 @@ class Arena:
             usual = max(whats, key=whats.count)  # the first of equally many: the same on every rank
             self._differ([rank for rank, said in enumerate(whats) if said != usual], what)
 
+    def leave(self) -> None:
+        """This rank makes no more calls: peers that wait for it, now or later, raise `RankLost` at once."""
+        self._words[self._mine + _CULPRITS] = 1 << self.rank
+        self._words[self._mine + _ERROR] = self._generation
+
     def _raise_told(self, what: str) -> None:
         """Raise what a peer has concluded while this rank waits."""
         for peer in self._peers:

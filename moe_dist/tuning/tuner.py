@@ -197,8 +197,10 @@ class Tuner:
         return self.pins.add()
 
     def withdraw(self, reason: str) -> None:
-        """Tell the group that this rank will not take part in its next pass; peers raise RankWithdrawn at once."""
+        """Tell the group that this rank leaves: in its next pass peers raise RankWithdrawn at once, in symmetric memory RankLost."""
         self._group.withdraw(reason)
+        if self.arena is not None:
+            self.arena.leave()
 
     def close(self) -> None:
         """Let go of the group, the records with their weights and, if this tuner opened it, the store. The epoch stays served."""

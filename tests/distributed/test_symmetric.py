@@ -113,6 +113,19 @@ def test_another_call_is_an_error_that_names_the_odd_rank_everywhere() -> None:
     assert "rank 6 made another call than the rest (rank 4: one_shot of [4, 7])" in str(raised[0])
 
 
+def test_a_rank_that_leaves_is_named_at_once_and_spoils_no_step_that_it_took() -> None:
+    ranks = arenas()
+    for arena in ranks:
+        arena.post("call 1")
+    ranks[1].leave()
+    assert together(*(lambda arena=arena: arena.wait("call 1", 60.0) for arena in ranks)) == [None] * 3
+    started = time.monotonic()
+    first, second = together(lambda: meet(ranks[0], ["call 2"], 60.0), lambda: meet(ranks[2], ["call 2"], 60.0))
+    assert time.monotonic() - started < 30
+    assert (type(first), first.ranks, type(second), second.ranks) == (RankLost, (5,), RankLost, (5,))
+    assert "rank 5 lost in call 2: said rank " in str(first)
+
+
 def test_no_arena_for_more_ranks_than_a_word_can_name() -> None:
     assert why_no_arena(62) is None
     assert why_no_arena(63) == "an arena has room for 62 ranks, not 63"
