@@ -25,14 +25,25 @@ def free_port() -> int:
 
 
 class RedisServer:
-    """A server process on 127.0.0.1, without persistence; a context manager. options: as on its command line. mode: "server" or "sentinel"."""
+    """A server process without persistence; a context manager. options: as on its command line. mode: "server" or "sentinel".
 
-    def __init__(self, *options: str, password: str | None = None, mode: str = "server") -> None:
+    prefix: a command that runs the server elsewhere, such as in a network namespace; it is then asked through its socket.
+    """
+
+    def __init__(
+        self,
+        *options: str,
+        password: str | None = None,
+        mode: str = "server",
+        prefix: tuple[str, ...] = (),
+        host: str = "127.0.0.1",
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="redis-"))  # short: a socket path has at most 107 characters
         self.socket = self.folder / "socket"
         self.options = options
         self.password = password
         self.mode = mode
+        self.prefix, self.host = prefix, host
         self.port = 0
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -41,7 +52,8 @@ class RedisServer:
         fixed = self.port
         for _ in range(5):
             self.port = fixed or free_port()
-            command = [str(BINARIES[0]), *self.options, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+            command = [*self.prefix, str(BINARIES[0]), *self.options]
+            command += ["--port", str(self.port), "--bind", self.host, "--dir", str(self.folder)]
             if self.mode != "sentinel":  # which knows no such options
                 command += ["--save", "", "--appendonly", "no", "--unixsocket", str(self.socket)]
             command += ["--logfile", str(self.folder / "log")]
@@ -53,7 +65,8 @@ class RedisServer:
         raise RuntimeError(f"no server after five attempts: {(self.folder / 'log').read_text()[-500:]}")
 
     def client(self, **options: object) -> redis.Redis:
-        return redis.Redis(port=self.port, password=self.password, socket_timeout=10, **options)
+        where = {"unix_socket_path": str(self.socket)} if self.prefix else {"port": self.port}
+        return redis.Redis(**where, password=self.password, socket_timeout=10, **options)
 
     def _answers(self) -> bool:
         assert self.process is not None
