@@ -20,7 +20,7 @@ from moe_dist.config import BackendOptions
 from moe_dist.errors import ConfigError
 from moe_dist.tensors import MoEActivationPack, MoEWeightPack
 from moe_dist.tuning.probe import GuardedOutputs, draw_choices, seeded
-from moe_dist.tuning.problem import Bucket, ProbeSpec, Problem, Tactic, Workspace
+from moe_dist.tuning.problem import Bucket, CompileAhead, ProbeSpec, Problem, Tactic, Workspace
 
 TRUTH_ROWS = 16  # rows that are compared with the truth, over all input sets; the poison is looked for in every row
 TOLERANCE = 2.0  # times the error of plain torch in the same format
@@ -73,6 +73,12 @@ class MoEOperation:
 
     def workspace(self, tactic: Tactic, num_tokens: int) -> Workspace:
         return get_backend(tactic.backend, self._extra).workspace(self.moe_problem, tactic, num_tokens)
+
+    def compile_ahead(self, tactics: Sequence[Tactic], how: CompileAhead) -> int:
+        by_backend: dict[str, list[Tactic]] = {}
+        for tactic in tactics:
+            by_backend.setdefault(tactic.backend, []).append(tactic)
+        return sum(get_backend(name, self._extra).compile_ahead(self.layer, own, how) for name, own in by_backend.items())
 
     def bind(self, tactic: Tactic) -> Runner:
         """A runner of `tactic` on this operation's weights."""
@@ -176,14 +182,13 @@ def probe_inputs(problem: MoEProblem, num_tokens: int, spec: ProbeSpec, copy: in
     routing = config.routing
     generator = seeded(spec, num_tokens, copy)
     # One block is drawn and shifted: drawing each of a large probe's elements takes longer than a call.
-    drawn = torch.randn(min(num_tokens, 256), config.experts.hidden_size, generator=generator)
+    drawn = torch.randn(min(num_tokens, 256), config.experts.hidden_size, generator=generator).to(problem.dtype).to(device)
     hidden_states = drawn.repeat(-(-num_tokens // max(1, len(drawn))), 1)[:num_tokens]
     groups = None if routing.n_group is None or routing.topk_group is None else (routing.n_group, routing.topk_group)
     chosen = draw_choices(spec, generator, num_tokens, routing.num_experts, routing.top_k, groups)
-    jitter = 0.5 * torch.randn(num_tokens, routing.num_experts, generator=generator)
-    logits = jitter.scatter_add(1, chosen, torch.full(chosen.shape, 8.0)) - 4.0
-    hidden_states = hidden_states.to(problem.dtype).to(device)
     if not problem.routed:
+        jitter = 0.5 * torch.randn(num_tokens, routing.num_experts, generator=generator)
+        logits = jitter.scatter_add(1, chosen, torch.full(chosen.shape, 8.0)) - 4.0
         return MoEActivationPack(hidden_states=hidden_states, router_logits=logits.to(device))
     weights = torch.rand(num_tokens, routing.top_k, generator=generator) + 0.1
     weights = weights / weights.sum(1, keepdim=True) * routing.routed_scaling_factor

@@ -95,15 +95,22 @@ class Launch:
         if self.max_registers is not None:
             self._options["maxnreg"] = self.max_registers
         self._compiled: dict[int, tuple[Any, Any, Any]] = {}
+        self._kept: dict[int, Any] = {}  # a compiled kernel unloads its binary when it goes
         self._interpreted = interpreted(self.kernel)
 
     def compile(self, device: int) -> Any:
         """Compile for CUDA device `device` (which must be current) and load; the compiled kernel. Nothing is launched."""
-        arguments = [_stand_in(param) for param in self.params]
+        arguments = [_stand_in(param, "cuda") for param in self.params]
         compiled = self.kernel.warmup(*arguments, **self.constants, **self._options, grid=(1,))
         run = compiled.run  # loads the binary: too much shared memory raises OutOfResources here
         self._compiled[device] = (run, compiled.function, compiled.packed_metadata)
+        self._kept[device] = compiled
         return compiled
+
+    def compile_for_cache(self) -> Any:
+        """Compile for the target of triton's active driver, into triton's cache on disk, by the way that `compile` takes. Loads nothing."""
+        arguments = [_stand_in(param, "cpu") for param in self.params]
+        return self.kernel.warmup(*arguments, **self.constants, **self._options, grid=(1,))
 
     def compile_for(self, target: Any) -> Any:
         """Compile for a `GPUTarget` that need not be present; the compiled kernel."""
@@ -144,12 +151,12 @@ class Launch:
         run(grid, 1, 1, stream, function, metadata, None, None, None, *arguments, *self._constants)
 
 
-def _stand_in(param: torch.dtype | Descriptor | type[int] | None) -> Any:
+def _stand_in(param: torch.dtype | Descriptor | type[int] | None, device: str) -> Any:
     """What a kernel is compiled with in place of a runtime argument."""
     if param is INT:
         return 1 << 30
     if isinstance(param, Descriptor):
-        return param.of(torch.empty(param.block, dtype=param.dtype, device="cuda"))
+        return param.of(torch.empty(param.block, dtype=param.dtype, device=device))
     return param
 
 

@@ -15,7 +15,7 @@ import torch
 
 from moe_dist.config import BackendConfig, MoEConfig
 from moe_dist.tensors import MoEActivationPack, MoEWeightPack
-from moe_dist.tuning.problem import Bucket, BucketLadder, Problem, Tactic, Workspace
+from moe_dist.tuning.problem import Bucket, BucketLadder, CompileAhead, Problem, Tactic, Workspace
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -122,6 +122,13 @@ class Backend(abc.ABC):
     def prepare(self, weights: MoEWeightPack) -> Any:
         """The weight layout that this backend needs, kept by `MoEWeightPack.prepare_for`; the checkpoint's own by default."""
         return weights
+
+    def compile_ahead(self, layer: BoundLayer, tactics: Sequence[Tactic], how: CompileAhead) -> int:
+        """Compile what `tactics` will launch, so that their first calls find it; how many kernels that were. The default has none.
+
+        What fails to compile is left to `bind` and the first call, which say why.
+        """
+        return 0
 
     @abc.abstractmethod
     def bind(self, layer: BoundLayer, tactic: Tactic) -> Runner:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,7 +18,7 @@ from moe_dist.backends.base import Backend, BoundLayer, MoEProblem, Runner
 from moe_dist.config import BackendConfig
 from moe_dist.errors import UnsupportedBackend
 from moe_dist.tensors import MoEActivationPack
-from moe_dist.tuning.problem import Bucket, Scalar, Tactic, Workspace
+from moe_dist.tuning.problem import Bucket, CompileAhead, Scalar, Tactic, Workspace
 
 if TYPE_CHECKING:
     from moe_dist_kernels import ExpertsShape, Plan, RouterShape
@@ -144,6 +145,24 @@ class TritonBackend(Backend):
         layout = scratch(_shape(problem, num_local=experts, mapped=False), _plan(tactic), num_tokens, routed=problem.routed)
         return Workspace(layout.nbytes)
 
+    def compile_ahead(self, layer: BoundLayer, tactics: Sequence[Tactic], how: CompileAhead) -> int:
+        device = layer.weights.w13.device
+        if device.type != "cuda":
+            return 0
+        from moe_dist_kernels import ahead
+
+        router = None if layer.problem.routed else _router(layer.problem, layer.problem.dtype)
+        shape, pdl = _bound_shape(layer), _uses_pdl(layer)
+        done = ahead.compile_ahead(
+            [ahead.Variant(shape=shape, plan=_plan(tactic), pdl=pdl, router=router) for tactic in tactics],
+            ahead.target_of(device),
+            processes=max(1, len(os.sched_getaffinity(0)) // min(how.ranks, torch.cuda.device_count())),
+            first=how.rank / how.ranks,
+            deadline=how.deadline,
+            progress=how.progress,
+        )
+        return done.compiled
+
     def bind(self, layer: BoundLayer, tactic: Tactic) -> Runner:
         from moe_dist_kernels import Experts
 
@@ -151,17 +170,7 @@ class TritonBackend(Backend):
         reason = self.why_not(problem, weights.w13.device, TritonConfig()) or self.why_not_tactic(problem, tactic, None, weights.w13.device)
         if reason is not None:
             raise UnsupportedBackend(self.name, reason)
-        pdl = problem.config.execution.enable_pdl
-        if pdl is None:
-            pdl = weights.w13.device.type == "cuda" and torch.cuda.get_device_capability(weights.w13.device) >= (9, 0)
-        shape = _shape(problem, num_local=layer.num_local_experts, mapped=layer.expert_map is not None)
-        up_bias, down_bias = weights.w13_bias, weights.w2_bias
-        shape = dataclasses.replace(
-            shape,
-            up_bias=None if up_bias is None else up_bias.dtype,
-            down_bias=None if down_bias is None else down_bias.dtype,
-        )
-        plan = _plan(tactic)
+        pdl, shape, plan = _uses_pdl(layer), _bound_shape(layer), _plan(tactic)
         routers: dict[torch.dtype, Experts] = {}
 
         def experts_for(logits: torch.Tensor | None) -> Experts:
@@ -222,6 +231,21 @@ def _shape(problem: MoEProblem, *, num_local: int, mapped: bool) -> ExpertsShape
         finalize=config.execution.do_finalize,
         fp8=config.quant.weight == "fp8",
     )
+
+
+def _bound_shape(layer: BoundLayer) -> ExpertsShape:
+    """The shape of a layer with its weights, biases and map."""
+    weights = layer.weights
+    return dataclasses.replace(
+        _shape(layer.problem, num_local=layer.num_local_experts, mapped=layer.expert_map is not None),
+        up_bias=None if weights.w13_bias is None else weights.w13_bias.dtype,
+        down_bias=None if weights.w2_bias is None else weights.w2_bias.dtype,
+    )
+
+
+def _uses_pdl(layer: BoundLayer) -> bool:
+    asked, device = layer.problem.config.execution.enable_pdl, layer.weights.w13.device
+    return asked if asked is not None else device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _router(problem: MoEProblem, logits_dtype: torch.dtype) -> RouterShape:

@@ -1,4 +1,4 @@
-"""`moe-dist bench`: benchmarks of the tuner itself. Parses, runs what `moe_dist.bench` holds, shows it and judges it."""
+"""`moe-dist bench`: benchmarks of the tuner itself, and of the kernels (`bench_kernels.py`). Parses, runs what `moe_dist.bench` holds, shows it and judges it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from moe_dist.bench.agreement import diverged_table
 from moe_dist.bench.faults import fault_table
 from moe_dist.bench.lookup import lookup_table
 from moe_dist.bench.scaling import KEYS, RANKS, scaling_table
+from moe_dist.cli import bench_kernels
 
-HELP = "measure what the tuner promises: agreement between ranks, survival of faults, the cost of a lookup"
+HELP = "measure what is promised: agreement between ranks, survival of faults, the cost of a lookup, kernels beside their peers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     agreement.add_argument("--faults", action="store_true", help="also every fault in every phase and strategy, over 3 ranks: minutes")
     agreement.add_argument("--json", type=Path, help="write the tables here")
     agreement.set_defaults(kind=_agreement)
+    compared = kinds.add_parser("kernels", help=bench_kernels.HELP)
+    bench_kernels.add_arguments(compared)
+    compared.set_defaults(kind=bench_kernels.run)
     lookup = kinds.add_parser("lookup", help="the host time of finding the tactic of a call")
     lookup.add_argument("--json", type=Path, help="write the table here")
     lookup.set_defaults(kind=_lookup)

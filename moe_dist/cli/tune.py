@@ -287,8 +287,8 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
             weights = make_random_weights(job.problem, job.place.ep_rank, job.place.tp_rank, job.device, arguments.seed)
             tuner.record(MoEOperation(job.problem, weights, job.device, job.problem.config.options))
             tuner.reload()  # what this deployment has tuned before stays in its table
-            for bucket in buckets:
-                result.reports.append(tuner.run_pass([bucket]))
+            for at, bucket in enumerate(buckets):
+                result.reports.append(tuner.run_pass([bucket], ahead=buckets[at + 1 :]))
                 interrupts.check()
                 progress.next_pass(len(result.reports[-1].rows))
             result.diverged = count_diverged(result.reports, group)

@@ -55,7 +55,7 @@ class PassSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ProgressEvent:
-    """How far a pass is. phase: "agree", "measure", "decide", "commit" or "done"; cells: those to time, and how many are done."""
+    """How far a pass is. phase: "agree", "compile", "measure", "decide", "commit" or "done"; cells: those to time, and how many are done."""
 
     phase: str
     done: int = 0
@@ -93,7 +93,7 @@ class Decided:
 class PassOutcome:
     """epoch: the table to serve from; arena: the symmetric memory that its tactics need. keys: the key digest of each cell of the plan.
 
-    measured: candidates timed; hits: cells served from entries.
+    measured: candidates timed; hits: cells served from entries; compiled: kernels, ahead of the timing.
     """
 
     epoch: Epoch
@@ -105,6 +105,7 @@ class PassOutcome:
     entries: Mapping[Cell, bytes]
     stored: tuple[int, str]
     arena: Arena | None = None
+    compiled: int = 0
 
 
 def timed(standing: Standing) -> Timed:

@@ -14,6 +14,7 @@ from moe_dist.tuning.problem import ProbeSpec
 
 GUARD_BYTES = 4096  # before and behind an output: more than a kernel's tile runs over by
 GUARD = 0xA5
+DRAWN_ROWS = 2048
 
 
 def seeded(spec: ProbeSpec, num_tokens: int, copy: int) -> torch.Generator:
@@ -43,6 +44,11 @@ def draw_choices(
         uniform = torch.rand(rows, log_weights.shape[-1], generator=generator, dtype=torch.float64).clamp_min(1e-12)
         return (log_weights - (-uniform.log()).log()).topk(number, dim=1).indices
 
+    if spec.routing == "uniform" and groups is None and rows > DRAWN_ROWS:
+        # What is as popular one way is so shifted: drawing every row of a large probe takes longer than a call.
+        some = draw_choices(spec, generator, DRAWN_ROWS, choices, count)
+        shifts = torch.randint(choices, (-(-rows // DRAWN_ROWS), 1, 1), generator=generator)
+        return ((some + shifts) % choices).flatten(0, 1)[:rows]
     allowed = popularity.log().expand(rows, -1)
     if groups is not None:
         picked = draw(popularity.view(groups[0], -1).sum(1).log(), groups[1])

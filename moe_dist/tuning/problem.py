@@ -260,6 +260,20 @@ class ProbeSpec:
             raise ConfigError(f"probe copies is {self.copies}; it must be at least 1")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileAhead:
+    """How to compile candidates before they are timed.
+
+    rank, ranks: this one of the group; ranks that compile the same share the work where they share a cache.
+    deadline: `time.monotonic` at which to stop; None: no limit. progress: to be called while it goes on.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    deadline: float | None = None
+    progress: Callable[[], None] = lambda: None
+
+
 class Probe(Protocol):
     """Inputs, poisoned outputs and truth for one operation at one token count, on this rank's share."""
 

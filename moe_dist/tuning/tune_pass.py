@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from moe_dist.distributed import converge, epoch, plan
 from moe_dist.distributed.group import RankGroup
@@ -23,17 +24,26 @@ from moe_dist.tuning.identity import Environment, Key
 from moe_dist.tuning.journal import Journal
 from moe_dist.tuning.measure import journal_key
 from moe_dist.tuning.pass_terms import Decided, PassOutcome, PassSettings, ProgressEvent
-from moe_dist.tuning.problem import Cell, Entry, Epoch, Operation, Problem, Tactic, Winner, pack
+from moe_dist.tuning.problem import Bucket, Cell, CompileAhead, Entry, Epoch, Operation, Problem, Tactic, Winner, pack
 from moe_dist.tuning.rounds import Rounds
 
 log = logging.getLogger("moe_dist.tuning")
 T = TypeVar("T")
 
 
+@runtime_checkable
+class CompilesAhead(Protocol):
+    """An operation whose tactics are compiled at their first run, which can have that done in parallel before."""
+
+    def compile_ahead(self, tactics: Sequence[Tactic], how: CompileAhead) -> int:
+        """Compile what `tactics` launch; how many kernels that were."""
+
+
 class TunePass:
     """Runs once. records: this rank's operations by problem. memory: entries that this process already holds, by store key.
 
-    serving: the epoch in force; arena: the symmetric memory that it was given.
+    serving: the epoch in force; arena: the symmetric memory that it was given. ahead: buckets of passes to come, whose candidates are
+    compiled along with this pass's.
     """
 
     def __init__(
@@ -51,12 +61,14 @@ class TunePass:
         workspace_limit: int | None,
         on_progress: Callable[[ProgressEvent], None],
         adopt: Callable[[PassOutcome], None],
+        ahead: Sequence[Bucket] = (),
     ) -> None:
         self._settings, self._group, self._environment, self._records = settings, group, environment, records
         self._store, self._serving, self._memory, self._journal = store, serving, memory, journal
         self._workspace_limit, self._on_progress, self._adopt = workspace_limit, on_progress, adopt
-        self._arena = arena
+        self._arena, self._ahead = arena, ahead
         self._environments = [environment]
+        self._started = time.monotonic()
         self._rounds = Rounds(settings, group, records, journal)
 
     def run(self) -> PassOutcome:
@@ -69,8 +81,9 @@ class TunePass:
                 agreed = self._agree()
                 to_tune = [cell for cell in agreed.cells if cell.serve is None] if self._settings.measure else []
                 rounds.lend_arena(to_tune)
+                compiled = self._compile_ahead(to_tune)
                 decided, entries = self._measure(to_tune, agreed.number)
-                outcome = self._conclude(agreed, decided, entries)
+                outcome = dataclasses.replace(self._conclude(agreed, decided, entries), compiled=compiled)
                 if self._may_need_arena(agreed):
                     outcome = dataclasses.replace(outcome, arena=reserve_for(group, outcome.epoch, self._records, self._arena))
                 self._on_progress(ProgressEvent("commit", len(to_tune), len(to_tune)))
@@ -180,6 +193,37 @@ class TunePass:
         if self._journal is not None and tactic != proposed.default:
             return self._journal.quarantined(journal_key(cell, tactic))
         return None
+
+    # -- compile --------------------------------------------------------------------------------------------------------
+
+    def _compile_ahead(self, to_tune: Sequence[plan.PlannedCell]) -> int:
+        """What this rank will time of these cells and of those to come, compiled in parallel; says nothing to other ranks."""
+        wanted: dict[Problem, dict[Tactic, None]] = {}
+        for planned in to_tune:
+            wanted.setdefault(planned.cell.problem, {}).update(dict.fromkeys(planned.tactics))
+        if to_tune:
+            later = [Cell(problem, mode, bucket) for problem in self._records for mode in self._settings.modes for bucket in self._ahead]
+            known = self._hits(later)
+            for cell in later:
+                if cell not in known:
+                    own = self._records[cell.problem]
+                    wanted.setdefault(cell.problem, {})[own.default(cell.bucket, cell.mode)] = None
+                    wanted[cell.problem].update(dict.fromkeys(own.candidates(cell.bucket, cell.mode)))
+        budget = self._settings.budget
+        how = CompileAhead(
+            rank=self._group.rank,
+            ranks=self._group.size,
+            # Half of what may be spent: what is left compiles at its first run, which the budget ends too.
+            deadline=None if budget is None else self._started + budget.total_seconds() / 2,
+            progress=self._group.progress,
+        )
+        compiled = 0
+        for problem, tactics in wanted.items():
+            operation = self._records.get(problem)
+            if isinstance(operation, CompilesAhead):
+                self._on_progress(ProgressEvent("compile", 0, len(to_tune)))
+                compiled += operation.compile_ahead([tactic for tactic in tactics if not tactic.collective], how)
+        return compiled
 
     # -- measure, decide and publish ------------------------------------------------------------------------------------
 

@@ -49,7 +49,8 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class PassReport:
-    """What a pass came to. measured: candidates timed; hits: cells served from stored entries; rejected: (cell, tactic, reason)."""
+    """What a pass came to. measured: candidates timed; hits: cells served from stored entries; rejected: (cell, tactic, reason);
+    compiled: kernels compiled by this rank ahead of the timing."""
 
     rows: tuple[Row, ...]
     measured: int
@@ -59,6 +60,7 @@ class PassReport:
     strategy: str
     epoch: int
     digest: str
+    compiled: int = 0
 
 
 class Tuner:
@@ -136,12 +138,18 @@ class Tuner:
         self._records.setdefault(operation.problem, operation)
 
     def run_pass(
-        self, buckets: Sequence[Bucket] | None = None, *, policy: MeasurementPolicy | None = None, measure: bool = True
+        self,
+        buckets: Sequence[Bucket] | None = None,
+        *,
+        policy: MeasurementPolicy | None = None,
+        measure: bool = True,
+        ahead: Sequence[Bucket] = (),
     ) -> PassReport:
         """Agree, measure, decide, commit for everything recorded on any rank; all ranks of the group call it alike.
 
         buckets: a part of the ladder; None: all of it. policy: of this pass; None: the tuner's. measure False: cells whose
-        entry every rank accepts are served, the rest keep what they have, and nothing is timed or stored.
+        entry every rank accepts are served, the rest keep what they have, and nothing is timed or stored. ahead: buckets of passes
+        to come: their candidates are compiled along with this pass's, in parallel.
         On return the new epoch is served. On any of these the previous one is: SettingsDiffer, NothingRunnable, RankLost,
         RankWithdrawn, PassAborted (a pin on any rank is a reason), RendezvousLost; TunerStateError when misused. An error of the
         store's or the callback's own after the commit propagates with the new epoch served, as on the other ranks.
@@ -163,13 +171,14 @@ class Tuner:
         )  # fmt: skip
         outcome = TunePass(
             settings, self._group, self.environment, self._records, self.store, serving=self.epoch, arena=self.arena, memory=self._memory,
-            journal=self._journal, workspace_limit=self._workspace_limit, on_progress=self._on_progress, adopt=self._adopt_outcome,
+            journal=self._journal, workspace_limit=self._workspace_limit, on_progress=self._on_progress, adopt=self._adopt_outcome, ahead=ahead,
         ).run()  # fmt: skip
         return PassReport(
             rows=tuple(Row(cell, outcome.keys[cell], outcome.epoch.winners.get(cell)) for cell in outcome.cells),
             measured=outcome.measured,
             hits=outcome.hits,
             rejected=outcome.rejected,
+            compiled=outcome.compiled,
             seconds=time.monotonic() - started,
             strategy=self._strategy,
             epoch=outcome.epoch.number,

@@ -1,0 +1,240 @@
+"""Kernels compiled before their first launch, in processes beside this one: a process compiles one kernel at a time.
+
+Owns `compile_ahead` and the processes behind it (`python -m moe_dist_kernels.ahead`), which touch no device: what they compile lands in
+triton's cache on disk, under the very key that a first launch looks for, since both take the same way through triton. What fails here is
+no fault yet: the launch will say why. Beside the cache lies an empty file for each kernel that was compiled, so that asking again costs no
+process. Knows no tuning; the triton backend calls this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from moe_dist_kernels.experts import ExpertsShape, Plan, RouterShape, all_launches
+from moe_dist_kernels.launch import Launch
+from moe_dist_kernels.routing import route_launch
+
+log = logging.getLogger("moe_dist.kernels")
+
+SILENCE_S = 120.0  # no kernel takes so long: the processes are given up
+FEWEST = 4  # kernels that are worth a process: starting one costs as much as compiling two
+_ROUTE = "route"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """All that one plan launches. router: with logits; None: with ids of int32."""
+
+    shape: ExpertsShape
+    plan: Plan
+    pdl: bool
+    router: RouterShape | None = None
+
+    def launches(self) -> dict[str, Launch]:
+        found = all_launches(self.shape, self.plan, ids_dtype=torch.int32, pdl=self.pdl)
+        if self.router is not None:
+            found[_ROUTE] = route_launch(**dataclasses.asdict(self.router), pdl=self.pdl)
+        return found
+
+
+def target_of(device: torch.device) -> GPUTarget:
+    """What to compile for, for a CUDA device of this process."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return GPUTarget("cuda", 10 * major + minor, 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """What a call came to. kernels: distinct ones that the variants launch; compiled: those that were compiled now; failed: name and reason."""
+
+    kernels: int
+    compiled: int
+    failed: tuple[str, ...]
+
+
+def compile_ahead(
+    variants: Iterable[Variant],
+    target: GPUTarget,
+    *,
+    processes: int,
+    first: float = 0.0,
+    deadline: float | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> Ahead:
+    """Compile what `variants` launch, each kernel once, unless it was compiled here before.
+
+    first: where in the list to begin, 0 to 1: ranks that share a cache and begin apart share the work. deadline: `time.monotonic`
+    at which to stop; what is left is compiled when it is first launched. progress: called as kernels are done.
+    """
+    wanted: dict[str, tuple[Variant, str]] = {}
+    for variant in dict.fromkeys(variants):
+        for name, launch in variant.launches().items():
+            wanted.setdefault(_identity(launch, target), (variant, name))
+    folder = Path(triton.knobs.cache.dir) / "moe_dist_ahead"
+    missing = [(mark, *wanted[mark]) for mark in wanted if not (folder / mark).exists()]
+    if len(missing) < FEWEST:
+        return Ahead(len(wanted), 0, ())
+    missing.sort(key=lambda work: _KIND_ORDER.get(work[2], len(_KIND_ORDER)))  # the longest first, so that none is left alone at the end
+    turn = round(first * len(missing))
+    missing = missing[turn:] + missing[:turn]
+    done: set[str] = set()
+    failed = []
+    for mark, reason in _results([(variant, name) for _, variant, name in missing], target, min(processes, len(missing)), deadline):
+        progress()
+        if mark is None:
+            continue
+        if reason:
+            failed.append(f"{missing[mark][2]}: {reason}")
+            continue
+        done.add(missing[mark][0])
+    with contextlib.suppress(OSError):  # a cache that takes no files: triton itself says so
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in done:
+            (folder / name).touch()
+    if failed:
+        log.info("%d of %d kernels did not compile ahead, first %s", len(failed), len(missing), failed[0])
+    return Ahead(len(wanted), len(done), tuple(failed))
+
+
+_KIND_ORDER = {"up": 0, "down": 1}
+
+
+def _identity(launch: Launch, target: GPUTarget) -> str:
+    """Equal for launches that are one kernel to the compiler, whatever they are called."""
+    options = (launch.num_warps, launch.num_stages, launch.pdl, launch.max_registers)
+    what = (launch.kernel.__module__, launch.kernel.__name__, tuple(launch.params), tuple(launch.constants.items()), options)
+    return hashlib.sha256(repr((what, target, triton.__version__, _sources())).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _sources() -> str:
+    total = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        total.update(path.name.encode() + path.read_bytes())
+    return total.hexdigest()
+
+
+def _results(
+    work: list[tuple[Variant, str]], target: GPUTarget, processes: int, deadline: float | None
+) -> Iterable[tuple[int | None, str]]:
+    """(place in `work`, reason) of each kernel as it is done, reason "" for a success; (None, "") once a second while nothing is.
+
+    Ends early at the deadline, or when the processes fall silent; they are gone when this ends, however it ends.
+    """
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        "TRITON_CACHE_DIR": triton.knobs.cache.dir,
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moe_dist_kernels.ahead"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(pickle.dumps((work, (target.backend, target.arch, target.warp_size), max(1, processes))))
+            process.stdin.close()
+        heard, rest = time.monotonic(), b""
+        while True:
+            now = time.monotonic()
+            if (deadline is not None and now > deadline) or now - heard > SILENCE_S:
+                log.warning("kernels are not compiled ahead any further: %s", "no time is left" if now - heard <= SILENCE_S else "silence")
+                return
+            if not select.select([process.stdout], [], [], 1.0)[0]:
+                yield None, ""
+                continue
+            chunk = os.read(process.stdout.fileno(), 1 << 16)
+            if not chunk:
+                if process.wait() != 0:
+                    log.warning("the process that compiles kernels ahead ended with %d", process.returncode)
+                return
+            heard = now
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                place, _, reason = line.decode(errors="replace").partition(" ")
+                yield int(place), reason
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+class _Stub:
+    """Triton's driver of a process without a device: says what to compile for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+def _compile_one(place: int) -> tuple[int, str]:
+    variant, name = _WORK[place]
+    try:
+        compiled = variant.launches()[name].compile_for_cache()
+        _build_launcher(compiled)
+    except Exception as error:  # compilers raise types of their own; the launch will meet it again and tell
+        return place, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return place, ""
+
+
+def _build_launcher(compiled: Any) -> None:
+    """Triton 3.6 also builds a C module for each signature at a first launch; later releases have one for all."""
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        with contextlib.suppress(AssertionError, OSError, subprocess.CalledProcessError):  # no libcuda here, or no compiler
+            driver.CudaLauncher(compiled.src, compiled.metadata)
+
+
+_WORK: list[tuple[Variant, str]] = []
+
+
+def _main() -> None:
+    """Read the work from standard input, compile it in forks of this process, write a line for each kernel."""
+    work, target, processes = pickle.loads(sys.stdin.buffer.read())
+    _WORK.extend(work)
+    triton.runtime.driver.set_active(_Stub(GPUTarget(*target)))
+    with get_context("fork").Pool(processes) as pool:
+        for place, reason in pool.imap_unordered(_compile_one, range(len(work))):
+            print(place, reason.replace("\n", " "), flush=True)
+
+
+if __name__ == "__main__":
+    # Under its own name, so that what is unpickled and what is defined here are one.
+    from moe_dist_kernels import ahead
+
+    ahead._main()

@@ -1,0 +1,518 @@
+"""Our kernels beside other people's: every shape, dtype and token count in one process, on one card, with the same inputs.
+
+Owns the matrix of `moe-dist bench kernels`, what a row holds and how it is taken: ids and router weights in, output out, quantising
+included; CUDA-graph replay of calls on several inputs and routings, so that L2 serves no weights, or eager calls; contenders visited in
+turn. Which of our tactics runs is the tuner's choice, made here by a pass as anyone would run it. `peers.py` has the others,
+`kernel_bars.py` judges the rows. cli imports this. Shapes: T tokens, K slots, E experts, H hidden, I local intermediate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+
+from moe_dist.backends.base import BoundLayer, MoEProblem
+from moe_dist.backends.reference import compute
+from moe_dist.bench.peers import Call, Peer
+from moe_dist.config import BackendOptions, ExecutionConfig, ExpertConfig, MoEConfig, QuantConfig, RoutingConfig
+from moe_dist.errors import DeviceLost, first_line
+from moe_dist.layer import MoELayer
+from moe_dist.operation import MoEOperation, make_random_weights
+from moe_dist.tensors import MoEActivationPack
+from moe_dist.tuning.measure import Clock, Run, make_clock
+from moe_dist.tuning.policy import MeasurementPolicy
+from moe_dist.tuning.probe import GuardedOutputs
+from moe_dist.tuning.problem import Bucket, BucketLadder, Tactic
+from moe_dist.tuning.tuner import Tuner
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One rank's share of a published model's MoE layer. dtypes: those that it is timed in."""
+
+    name: str
+    experts: int
+    top_k: int
+    hidden: int
+    inter: int
+    dtypes: tuple[str, ...] = ("bf16",)
+
+    def problem(self, dtype: str, *, max_num_tokens: int, backends: BackendOptions | None = None) -> MoEProblem:
+        return MoEProblem.of(self.config(dtype, max_num_tokens=max_num_tokens, backends=backends), routed=True)
+
+    def config(self, dtype: str, *, max_num_tokens: int, backends: BackendOptions | None = None) -> MoEConfig:
+        quant = QuantConfig(weight="fp8", granularity="block", block_shape=(128, 128)) if dtype == "fp8" else QuantConfig(dtype=dtype)
+        return MoEConfig(
+            routing=RoutingConfig(self.experts, self.top_k),
+            experts=ExpertConfig(hidden_size=self.hidden, intermediate_size=self.inter),
+            quant=quant,
+            backends=backends,
+            execution=ExecutionConfig(tune_max_num_tokens=max_num_tokens),
+        )
+
+
+SHAPES = (
+    Shape("qwen3-30b-a3b", 128, 8, 2048, 768, ("bf16", "fp8")),
+    Shape("qwen3-235b-tp8", 128, 8, 4096, 192),
+    Shape("mixtral-8x7b-tp2", 8, 2, 4096, 7168),
+    Shape("qwen3-next-80b", 512, 10, 2048, 512, ("bf16", "fp8")),
+    Shape("glm-4.5-air-tp4", 128, 8, 4096, 352),
+    Shape("deepseek-v3-tp8", 256, 8, 7168, 256, ("fp8",)),
+    Shape("deepseek-v3-ep8", 32, 8, 7168, 2048, ("fp8",)),
+)
+DTYPES = ("bf16", "fp8")
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+MODES = ("cuda_graph", "eager")
+EAGER_TOKENS = (1,)  # where the host is what a call pays for
+ROUTINGS = ("uniform", "skewed", "single")
+
+# What a floor divides by, read on the card: bytes a second of a streaming read, operations a second of cuBLAS on 8192^3.
+CEILINGS = {"NVIDIA H200": {"read_bytes_s": 4.55e12, "bf16_flops": 679e12, "fp8_flops": 1243e12}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to time. tokens: of graph cells; eager cells are those of them in `eager_tokens`.
+
+    ladder: tune all powers of two up to the largest count, cold and warm, and keep the times; else the cells' own buckets alone.
+    rounds: visits of every contender; window_s: the least length of one. eager_calls: of one contender, in all.
+    """
+
+    shapes: Sequence[Shape] = SHAPES
+    dtypes: Sequence[str] = DTYPES
+    tokens: Sequence[int] = TOKENS
+    modes: Sequence[str] = MODES
+    eager_tokens: Sequence[int] = EAGER_TOKENS
+    ladder: bool = True
+    rounds: int = 9
+    window_s: float = 0.006
+    eager_calls: int = 1000
+    backends: BackendOptions | None = None
+
+    def cells(self) -> Iterator[tuple[Shape, str, list[tuple[str, int]]]]:
+        """(shape, dtype, its cells of mode and token count) in the order of timing."""
+        for shape in self.shapes:
+            for dtype in self.dtypes:
+                if dtype in shape.dtypes:
+                    cells = [("cuda_graph", count) for count in self.tokens if "cuda_graph" in self.modes]
+                    cells += [("eager", count) for count in self.tokens if "eager" in self.modes and count in self.eager_tokens]
+                    yield shape, dtype, cells
+
+
+def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("shape", "dtype", "tokens", "mode", "peer"))
+
+
+def run_matrix(
+    plan: Plan,
+    peers: Sequence[Peer],
+    device: torch.device,
+    *,
+    rows: list[Row],
+    tuning: list[Row],
+    save: Callable[[], None] = lambda: None,
+    note: Callable[[str], None] = lambda line: None,
+    stop_at: float | None = None,
+    tag: Mapping[str, Any] | None = None,
+) -> int:
+    """Time what `rows` and `tuning` lack, adding to both as it comes; how many cells are left at `stop_at` (a `time.monotonic`).
+
+    save: called after each cell. tag: fields that every new row gets. A cell that fails is a row with its reason and without times.
+    DeviceLost: the card is gone for this process; what was saved stays.
+    """
+    left = 0
+    for shape, dtype, cells in plan.cells():
+        held = {row_key(row) for row in rows}
+        problem = shape.problem(dtype, max_num_tokens=max(plan.tokens))
+        asked = [(mode, count, [peer for peer in peers if peer.why_not(problem, count) is None]) for mode, count in cells]
+        missing = [
+            (mode, count, absent)
+            for mode, count, able in asked
+            if (absent := [peer for peer in able if (shape.name, dtype, count, mode, peer.name) not in held])
+        ]
+        wants_ladder = plan.ladder and not any((row["shape"], row["dtype"]) == (shape.name, dtype) for row in tuning)
+        if not missing and not wants_ladder:
+            continue
+        if stop_at is not None and time.monotonic() >= stop_at:
+            left += len(missing)
+            continue
+        note(f"{shape.name} {dtype}: {len(missing)} cells")
+        bench = _ShapeBench(plan, shape, dtype, device, note)
+        try:
+            if wants_ladder:
+                tuning.append(bench.tune_ladder() | dict(tag or {}))
+            else:
+                bench.tune_cells([(mode, count) for mode, count, _ in missing])
+            save()
+            for at, (mode, count, absent) in enumerate(missing):
+                if stop_at is not None and time.monotonic() >= stop_at:
+                    left += len(missing) - at
+                    break
+                rows += [row | dict(tag or {}) for row in bench.cell(mode, count, absent)]
+                save()
+        finally:
+            bench.close()
+    return left
+
+
+class _ShapeBench:
+    """One shape in one dtype on the device: its weights, its tuner, and its cells."""
+
+    def __init__(self, plan: Plan, shape: Shape, dtype: str, device: torch.device, note: Callable[[str], None]) -> None:
+        self._plan, self._shape, self._dtype, self._device, self._note = plan, shape, dtype, device, note
+        self._config = shape.config(dtype, max_num_tokens=max(plan.tokens), backends=plan.backends)
+        self._problem = MoEProblem.of(self._config, routed=True)
+        self._weights = make_random_weights(self._problem, 0, 0, device)
+        self._operation = MoEOperation(self._problem, self._weights, device, self._config.options)
+        self._ladder = BucketLadder(tuple(sorted({*BucketLadder.powers_of_two(max(plan.tokens)).bounds, *plan.tokens})))
+        self._tuner: Tuner | None = None
+        self._layers: dict[bool, MoELayer] = {}
+
+    def close(self) -> None:
+        if self._tuner is not None:
+            self._tuner.close()
+        self.__dict__.clear()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    # -- tuning ---------------------------------------------------------------------------------------------------------
+
+    def _make_tuner(self, kind: str | None = None) -> Tuner:
+        graph = self._device.type == "cuda"
+        policy = MeasurementPolicy(kind or ("cuda_graph" if graph else "eager"))
+        tuner = Tuner(store="memory:", policy=policy, ladder=self._ladder, device=self._device)
+        tuner.record(self._operation)
+        return tuner
+
+    def tune_ladder(self) -> Row:
+        """The whole ladder three times: with no kernel compiled, with all compiled but in a process that has loaded none, from what is stored."""
+        row: Row = {"shape": self._shape.name, "dtype": self._dtype, "buckets": len(self._ladder.bounds), "policy": None}
+        with _empty_kernel_cache():
+            self._tuner, cold = self._timed_pass(None)
+            _forget_loaded_kernels()
+            again, warm = self._timed_pass(None)
+            again.close()
+            stored = self._tuner.run_pass()
+        self._tune_eager()
+        row |= {
+            "policy": self._tuner.policy.kind,
+            "candidates": cold.measured,
+            "kernels": cold.compiled,
+            "cold_s": round(cold.seconds, 2),
+            "warm_s": round(warm.seconds, 2),
+            "stored_s": round(stored.seconds, 2),
+            "warm_kernels": warm.compiled,
+            "stored_hits": stored.hits,
+            "rejected": sum(not reason.startswith(tuple("0123456789")) for _, _, reason in cold.rejected),
+        }
+        self._note(f"  tuned {row['buckets']} buckets: cold {row['cold_s']} s, warm {row['warm_s']} s, stored {row['stored_s']} s")
+        return row
+
+    def _timed_pass(self, buckets: Sequence[Bucket] | None) -> tuple[Tuner, Any]:
+        tuner = self._make_tuner()
+        return tuner, tuner.run_pass(buckets)
+
+    def tune_cells(self, cells: Iterable[tuple[str, int]]) -> None:
+        """The buckets of the cells alone."""
+        counts = {count for mode, count in cells if mode == "cuda_graph"}
+        buckets = [bucket for bucket in self._ladder.buckets() if bucket.high in counts]
+        self._tuner = self._make_tuner()
+        if buckets:
+            self._tuner.run_pass(buckets)
+        self._tune_eager()
+
+    def _tune_eager(self) -> None:
+        counts = [count for count in self._plan.eager_tokens if count in self._plan.tokens and "eager" in self._plan.modes]
+        if self._device.type == "cuda" and counts and self._tuner is not None:
+            self._tuner.run_pass([bucket for bucket in self._ladder.buckets() if bucket.high in counts], policy=MeasurementPolicy("eager"))
+
+    # -- cells ----------------------------------------------------------------------------------------------------------
+
+    def cell(self, mode: str, tokens: int, peers: Sequence[Peer]) -> list[Row]:
+        """The rows of one cell, one a peer. What fails has a reason instead of times."""
+        began = time.monotonic()
+        base = {"shape": self._shape.name, "dtype": self._dtype, "tokens": tokens, "mode": mode}
+        try:
+            rows = [base | row for row in self._cell(mode, tokens, peers)]
+        except DeviceLost:
+            raise
+        except (RuntimeError, MemoryError) as error:
+            rows = [base | {"peer": peer.name, "reason": f"ours: {type(error).__name__}: {first_line(error)}"} for peer in peers]
+        for row in rows:
+            said = row.get("reason") or f"{row['peer_us']:.1f} us, ours {row['ours_us']:.1f} ({row['ratio']:.2f}x) {row['tactic']}"
+            self._note(f"  {mode} {tokens}: {row['peer']} {said} [{time.monotonic() - began:.1f} s]")
+        return rows
+
+    def _layer(self) -> MoELayer:
+        if not self._layers:
+            self._layers[True] = MoELayer(tuner=self._tuner, **self._config)
+        return self._layers[True]
+
+    def _cell(self, mode: str, tokens: int, peers: Sequence[Peer]) -> list[Row]:
+        layer, weights, bound = self._layer(), self._weights, self._operation.layer
+        copies = copies_of(tokens)
+        inputs = [draw_inputs(self._problem, tokens, "uniform", seed, self._device) for seed in range(copies)]
+        if tokens == 1:
+            spread_experts(inputs, self._shape.experts)
+
+        def ours(acts: MoEActivationPack) -> torch.Tensor:
+            return layer((acts, weights), mode=mode)
+
+        ours(inputs[0])
+        tactic = layer.lookup(tokens, mode)
+        judged = self._judge_ours(tokens, tactic)
+        calls: dict[str, Call] = {"": ours}
+        reasons: dict[str, str] = {}
+        errors: dict[str, dict[str, float]] = {}
+        for peer in peers:
+            try:
+                call = peer.bind(bound)
+                with torch.no_grad():
+                    fault, errors[peer.name] = self._judge_peer(tokens, peer, call)
+                if fault is not None:
+                    reasons[peer.name] = fault
+                else:
+                    calls[peer.name] = call
+            except Exception as error:  # a peer may fail in any way; its row says how
+                _require_device(self._device, error)
+                reasons[peer.name] = f"{type(error).__name__}: {first_line(error)}"
+        timed, failed = self._time(mode, calls, inputs)
+        if "" in failed:
+            raise RuntimeError(failed[""])
+        reasons |= failed
+        floor = floor_us(self._shape, self._dtype, inputs, self._device)
+        rows = []
+        for peer in peers:
+            row: Row = {"peer": peer.name, "tactic": str(tactic)}
+            if peer.name in reasons:
+                rows.append(row | {"reason": reasons[peer.name]})
+                continue
+            row |= {"peer_us": timed[peer.name]["us"], "ours_us": timed[""]["us"], "floor_us": floor}
+            row |= {"ratio": round(row["peer_us"] / row["ours_us"], 4)}
+            row |= {"peer_spread_us": timed[peer.name]["spread"], "ours_spread_us": timed[""]["spread"], "copies": copies}
+            if mode == "eager":
+                row |= {"peer_host_us": timed[peer.name]["host"], "ours_host_us": timed[""]["host"], "calls": self._plan.eager_calls}
+            row |= {"ours_error": judged.errors, "peer_error": errors[peer.name], "same_bits": judged.same_bits}
+            if judged.fault is not None:
+                row |= {"fault": judged.fault}
+            rows.append(row)
+        return rows
+
+    def _time(
+        self, mode: str, calls: Mapping[str, Call], inputs: Sequence[MoEActivationPack]
+    ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+        """Medians and spreads of every contender, visited in turn; and who could not be timed, with the reason."""
+        policy = MeasurementPolicy("cuda_graph" if mode == "cuda_graph" else "eager")
+        clocks: dict[str, Clock] = {}
+        numbers: dict[str, int] = {}
+        failed: dict[str, str] = {}
+        with torch.no_grad():
+            for name, call in calls.items():
+                try:
+                    run = _run_of(call, inputs)
+                    for index in range(len(inputs)):
+                        run(index)
+                    clock = make_clock(policy, run, len(inputs), self._device)
+                    clock.window(len(inputs))
+                    call_us = max(clock.window(len(inputs)), 0.1)
+                except Exception as error:  # who can't be captured is out of this cell alone
+                    _require_device(self._device, error)
+                    failed[name] = f"{type(error).__name__}: {first_line(error)}"
+                    continue
+                clocks[name], numbers[name] = clock, max(len(inputs), round(self._plan.window_s * 1e6 / call_us))
+            if mode == "eager":
+                numbers = dict.fromkeys(clocks, -(-self._plan.eager_calls // self._plan.rounds))
+            windows: dict[str, list[float]] = {name: [] for name in clocks}
+            order = list(clocks)
+            for visit in range(self._plan.rounds):
+                for name in order[visit % len(order) :] + order[: visit % len(order)]:
+                    windows[name].append(clocks[name].window(numbers[name]))
+            found = {
+                name: {"us": round(statistics.median(times), 3), "spread": round((max(times) - min(times)) / 2, 3)}
+                for name, times in windows.items()
+            }
+            if mode == "eager":
+                for name in clocks:
+                    found[name]["host"] = round(host_us(_run_of(calls[name], inputs), len(inputs), self._plan.eager_calls, self._device), 3)
+        return found, failed
+
+    # -- right or wrong -------------------------------------------------------------------------------------------------
+
+    def _judge_ours(self, tokens: int, tactic: Tactic) -> _Judged:
+        """The tactic's errors on fresh inputs; its output is poisoned and lies between guard bytes."""
+        run = self._operation.bind(tactic)
+        outputs = GuardedOutputs((tokens, self._shape.hidden), self._problem.dtype, 2, self._device)
+        errors: dict[str, float] = {}
+        fault, same = None, True
+        with torch.no_grad():
+            for seed, routing in enumerate(ROUTINGS):
+                acts = draw_inputs(self._problem, tokens, routing, 1000 + seed, self._device)
+                outputs.poison()
+                for out in outputs.tensors:
+                    executed = run(acts, out)
+                    if executed != tactic:
+                        fault = fault or f"{routing}: it executed {executed} instead of {tactic}"
+                fault = fault or ((found := outputs.fault()) and f"{routing}: {found}")
+                same = same and torch.equal(*outputs.tensors)
+                errors[routing] = error_of(self._operation.layer, acts, outputs.tensors[0])
+        return _Judged(errors, fault, same)
+
+    def _judge_peer(self, tokens: int, peer: Peer, call: Call) -> tuple[str | None, dict[str, float]]:
+        """The same inputs for a peer. Its output is memory of its own: what lies freed is poisoned, so that rows left out show."""
+        errors: dict[str, float] = {}
+        for seed, routing in enumerate(ROUTINGS):
+            acts = draw_inputs(self._problem, tokens, routing, 1000 + seed, self._device)
+            meant = peer.route(acts, self._problem) if peer.route is not None else acts
+            before = acts.hidden_states.clone()
+            freed = [torch.full_like(acts.hidden_states, torch.nan) for _ in range(4)]
+            del freed
+            out = call(acts)
+            if out.shape != acts.hidden_states.shape or out.dtype != self._problem.dtype:
+                return f"its output is {list(out.shape)} {out.dtype}", errors
+            if bool(out.isnan().any()):
+                return f"{routing}: {int(out.isnan().any(1).sum())} of {tokens} rows hold NaN", errors
+            if not torch.equal(acts.hidden_states, before):
+                return f"{routing}: it changed hidden_states", errors
+            errors[routing] = error_of(self._operation.layer, meant, out)
+            if not errors[routing] <= WRONG:
+                return f"{routing}: its error is {errors[routing]:.3g} of the result, above {WRONG:g}: it computes something else", errors
+        return None, errors
+
+
+WRONG = 0.2  # an error that no rounding explains
+TRUTH_ROWS = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class _Judged:
+    errors: dict[str, float]
+    fault: str | None
+    same_bits: bool
+
+
+def error_of(layer: BoundLayer, acts: MoEActivationPack, out: torch.Tensor) -> float:
+    """||out - truth|| / ||truth|| over up to TRUTH_ROWS rows, truth in fp32."""
+    tokens = len(out)
+    rows = torch.linspace(0, tokens - 1, min(tokens, TRUTH_ROWS), device=out.device).round().long()
+    assert acts.topk_ids is not None
+    assert acts.topk_weights is not None
+    sampled = MoEActivationPack(hidden_states=acts.hidden_states[rows], topk_ids=acts.topk_ids[rows], topk_weights=acts.topk_weights[rows])
+    truth = compute(layer, sampled)
+    error = float((out[rows].float() - truth).norm() / truth.norm())
+    return float(f"{error:.4g}")
+
+
+def copies_of(tokens: int) -> int:
+    """Input sets that a graph goes through: many where a call reads little, so that nothing of one is left in L2 for the next."""
+    return 16 if tokens <= 4 else 8 if tokens <= 64 else 4 if tokens <= 1024 else 2
+
+
+def draw_inputs(problem: MoEProblem, tokens: int, routing: str, seed: int, device: torch.device) -> MoEActivationPack:
+    """A routed call's random inputs. routing: "uniform"; "skewed": experts as popular as 1, 1/2, 1/3 ...; "single": all tokens choose the same K."""
+    config = problem.config
+    experts, slots = config.routing.num_experts, config.routing.top_k
+    generator = torch.Generator(device).manual_seed(seed * 1_000_003 + tokens)
+    popularity = torch.zeros(experts, device=device)
+    if routing == "skewed":
+        popularity -= (torch.randperm(experts, generator=generator, device=device) + 1.0).log()
+    noise = -torch.rand(1 if routing == "single" else tokens, experts, generator=generator, device=device).clamp_min(1e-12).log()
+    ids = (popularity - noise.clamp_min(1e-12).log()).topk(slots, dim=1).indices.expand(tokens, -1)
+    weights = torch.rand(tokens, slots, generator=generator, device=device) + 0.1
+    return MoEActivationPack(
+        hidden_states=torch.randn(tokens, config.experts.hidden_size, generator=generator, device=device).to(problem.dtype),
+        topk_ids=ids.int().contiguous(),
+        topk_weights=weights / weights.sum(1, keepdim=True),
+    )
+
+
+def spread_experts(inputs: Sequence[MoEActivationPack], experts: int) -> None:
+    """Deal the experts out to calls of one token, so that none comes back before all others were read: their weights would nearly fit in L2."""
+    dealt = torch.cat([torch.randperm(experts, generator=torch.Generator().manual_seed(seed)) for seed in range(len(inputs))])
+    for at, acts in enumerate(inputs):
+        assert acts.topk_ids is not None
+        slots = acts.topk_ids.shape[1]
+        chosen = dealt[at * slots : (at + 1) * slots]
+        if len(set(chosen.tolist())) == slots:  # where two deals meet an expert may come twice: such a call keeps its draw
+            acts.topk_ids.copy_(chosen)
+
+
+def floor_us(shape: Shape, dtype: str, inputs: Sequence[MoEActivationPack], device: torch.device) -> float | None:
+    """The larger of bytes (experts hit, hidden states in and out) over the card's read rate and operations over cuBLAS's. None: another card."""
+    if device.type != "cuda" or (found := CEILINGS.get(torch.cuda.get_device_name(device))) is None:
+        return None
+    tokens, size = len(inputs[0].hidden_states), 1 if dtype == "fp8" else 2
+    hit = statistics.mean(len(set(cast(torch.Tensor, acts.topk_ids).flatten().tolist())) for acts in inputs)
+    weights = 3 * shape.hidden * shape.inter
+    read_s = (hit * weights * size + tokens * shape.hidden * 4) / found["read_bytes_s"]
+    return round(max(read_s, 2 * tokens * shape.top_k * weights / found[f"{dtype}_flops"]) * 1e6, 3)
+
+
+def host_us(run: Run, copies: int, calls: int, device: torch.device) -> float:
+    """What a call costs the host: submitted in batches that the device's queue takes, which is drained between them, not within the time."""
+    batch, spent, done = 40, 0, 0
+    while done < calls:
+        _synchronize(device)
+        began = time.perf_counter_ns()
+        for index in range(batch):
+            run(index % copies)
+        spent += time.perf_counter_ns() - began
+        done += batch
+    _synchronize(device)
+    return spent / done / 1e3
+
+
+def _run_of(call: Call, inputs: Sequence[MoEActivationPack]) -> Run:
+    def run(index: int) -> Tactic:
+        return cast(Tactic, call(inputs[index]))  # no clock looks at what a run returns
+
+    return run
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _require_device(device: torch.device, error: BaseException) -> None:
+    """DeviceLost: after `error` the card answers nothing any more."""
+    try:
+        _synchronize(device)
+    except RuntimeError as sticky:
+        raise DeviceLost(f"{device} is lost to this process: {first_line(error)}; run again, the rows so far are kept") from sticky
+
+
+@contextmanager
+def _empty_kernel_cache() -> Iterator[None]:
+    """A triton cache folder of its own for the block, and no kernel of ours loaded at its start."""
+    if (triton := sys.modules.get("triton")) is None:  # no backend that compiles is in this process
+        yield
+        return
+    before = triton.knobs.cache.dir
+    with tempfile.TemporaryDirectory(prefix="moe-dist-kernels-") as folder:
+        triton.knobs.cache.dir = folder
+        _forget_loaded_kernels()
+        try:
+            yield
+        finally:
+            triton.knobs.cache.dir = before
+
+
+def _forget_loaded_kernels() -> None:
+    """Make this process compile or load our kernels anew: what layers hold goes on, what is bound from now on starts afresh."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("moe_dist_kernels"):
+            for value in vars(module).values():
+                if hasattr(value, "device_caches"):
+                    value.device_caches.clear()
