@@ -216,7 +216,9 @@ def _build_launcher(compiled: Any) -> None:
     from triton.backends.nvidia import driver
 
     if hasattr(driver, "make_launcher"):
-        with contextlib.suppress(AssertionError, OSError, subprocess.CalledProcessError):  # no libcuda here, or no compiler
+        with contextlib.suppress(
+            AssertionError, ImportError, OSError, RuntimeError, subprocess.CalledProcessError
+        ):  # no libcuda, no compiler
             driver.CudaLauncher(compiled.src, compiled.metadata)
 
 

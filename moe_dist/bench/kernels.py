@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import statistics
 import sys
 import tempfile
@@ -29,9 +30,10 @@ from moe_dist.layer import MoELayer
 from moe_dist.operation import MoEOperation, make_random_weights
 from moe_dist.tensors import MoEActivationPack
 from moe_dist.tuning.measure import Clock, Run, make_clock
+from moe_dist.tuning.pass_terms import ProgressEvent
 from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.probe import GuardedOutputs
-from moe_dist.tuning.problem import Bucket, BucketLadder, Tactic
+from moe_dist.tuning.problem import BucketLadder, Tactic
 from moe_dist.tuning.tuner import Tuner
 
 Row = dict[str, Any]
@@ -178,6 +180,7 @@ class _ShapeBench:
         self._ladder = BucketLadder(tuple(sorted({*BucketLadder.powers_of_two(max(plan.tokens)).bounds, *plan.tokens})))
         self._tuner: Tuner | None = None
         self._layers: dict[bool, MoELayer] = {}
+        self._ticks: list[tuple[str, float]] = []
 
     def close(self) -> None:
         if self._tuner is not None:
@@ -192,20 +195,24 @@ class _ShapeBench:
     def _make_tuner(self, kind: str | None = None) -> Tuner:
         graph = self._device.type == "cuda"
         policy = MeasurementPolicy(kind or ("cuda_graph" if graph else "eager"))
-        tuner = Tuner(store="memory:", policy=policy, ladder=self._ladder, device=self._device)
+        tuner = Tuner(store="memory:", policy=policy, ladder=self._ladder, device=self._device, on_progress=self._tick)
         tuner.record(self._operation)
         return tuner
 
     def tune_ladder(self) -> Row:
         """The whole ladder three times: with no kernel compiled, with all compiled but in a process that has loaded none, from what is stored."""
         row: Row = {"shape": self._shape.name, "dtype": self._dtype, "buckets": len(self._ladder.bounds), "policy": None}
-        with _empty_kernel_cache():
-            self._tuner, cold = self._timed_pass(None)
+        with _empty_kernel_cache() as late:
+            self._tuner = self._make_tuner()
+            cold = self._tuner.run_pass()
+            compile_s, _ = self._parts()
+            compiled_late = len(late)
             _forget_loaded_kernels()
-            again, warm = self._timed_pass(None)
-            again.close()
+            with self._make_tuner() as again:
+                warm = again.run_pass()
+            warm_compile_s, bucket_s = self._parts()
             stored = self._tuner.run_pass()
-        self._tune_eager()
+            self._tune_eager()
         row |= {
             "policy": self._tuner.policy.kind,
             "candidates": cold.measured,
@@ -213,16 +220,28 @@ class _ShapeBench:
             "cold_s": round(cold.seconds, 2),
             "warm_s": round(warm.seconds, 2),
             "stored_s": round(stored.seconds, 2),
-            "warm_kernels": warm.compiled,
+            "cold_compile_s": compile_s,
+            "compiled_late": compiled_late,
+            "warm_compile_s": warm_compile_s,
+            "warm_bucket_s": bucket_s,
             "stored_hits": stored.hits,
             "rejected": sum(not reason.startswith(tuple("0123456789")) for _, _, reason in cold.rejected),
         }
-        self._note(f"  tuned {row['buckets']} buckets: cold {row['cold_s']} s, warm {row['warm_s']} s, stored {row['stored_s']} s")
+        self._note(
+            f"  tuned {row['buckets']} buckets: cold {row['cold_s']} s ({compile_s} compiling {cold.compiled} kernels, {compiled_late} late), "
+            f"warm {row['warm_s']} s (by bucket {bucket_s}), stored {row['stored_s']} s"
+        )
         return row
 
-    def _timed_pass(self, buckets: Sequence[Bucket] | None) -> tuple[Tuner, Any]:
-        tuner = self._make_tuner()
-        return tuner, tuner.run_pass(buckets)
+    def _tick(self, event: ProgressEvent) -> None:
+        self._ticks.append((event.phase, time.monotonic()))
+
+    def _parts(self) -> tuple[float, list[float]]:
+        """Seconds that the last pass compiled for, and that each bucket took to be timed."""
+        at = [when for phase, when in self._ticks if phase in ("measure", "commit")]
+        compile_at = next((when for phase, when in self._ticks if phase == "compile"), at[0] if at else 0.0)
+        self._ticks.clear()
+        return round(at[0] - compile_at, 2) if at else 0.0, [round(after - before, 2) for before, after in itertools.pairwise(at)]
 
     def tune_cells(self, cells: Iterable[tuple[str, int]]) -> None:
         """The buckets of the cells alone."""
@@ -272,7 +291,8 @@ class _ShapeBench:
 
         ours(inputs[0])
         tactic = layer.lookup(tokens, mode)
-        judged = self._judge_ours(tokens, tactic)
+        questions = [self._question(tokens, routing, 1000 + seed) for seed, routing in enumerate(ROUTINGS)]
+        judged = self._judge_ours(questions, tactic)
         calls: dict[str, Call] = {"": ours}
         reasons: dict[str, str] = {}
         errors: dict[str, dict[str, float]] = {}
@@ -280,7 +300,7 @@ class _ShapeBench:
             try:
                 call = peer.bind(bound)
                 with torch.no_grad():
-                    fault, errors[peer.name] = self._judge_peer(tokens, peer, call)
+                    fault, errors[peer.name] = self._judge_peer(questions, peer, call)
                 if fault is not None:
                     reasons[peer.name] = fault
                 else:
@@ -350,31 +370,35 @@ class _ShapeBench:
 
     # -- right or wrong -------------------------------------------------------------------------------------------------
 
-    def _judge_ours(self, tokens: int, tactic: Tactic) -> _Judged:
+    def _question(self, tokens: int, routing: str, seed: int) -> _Question:
+        acts = draw_inputs(self._problem, tokens, routing, seed, self._device)
+        return _Question(routing, acts, truth_of(self._operation.layer, acts))
+
+    def _judge_ours(self, questions: Sequence[_Question], tactic: Tactic) -> _Judged:
         """The tactic's errors on fresh inputs; its output is poisoned and lies between guard bytes."""
         run = self._operation.bind(tactic)
-        outputs = GuardedOutputs((tokens, self._shape.hidden), self._problem.dtype, 2, self._device)
+        outputs = GuardedOutputs(tuple(questions[0].acts.hidden_states.shape), self._problem.dtype, 2, self._device)
         errors: dict[str, float] = {}
         fault, same = None, True
         with torch.no_grad():
-            for seed, routing in enumerate(ROUTINGS):
-                acts = draw_inputs(self._problem, tokens, routing, 1000 + seed, self._device)
+            for question in questions:
                 outputs.poison()
                 for out in outputs.tensors:
-                    executed = run(acts, out)
+                    executed = run(question.acts, out)
                     if executed != tactic:
-                        fault = fault or f"{routing}: it executed {executed} instead of {tactic}"
-                fault = fault or ((found := outputs.fault()) and f"{routing}: {found}")
+                        fault = fault or f"{question.routing}: it executed {executed} instead of {tactic}"
+                fault = fault or ((found := outputs.fault()) and f"{question.routing}: {found}")
                 same = same and torch.equal(*outputs.tensors)
-                errors[routing] = error_of(self._operation.layer, acts, outputs.tensors[0])
+                errors[question.routing] = error_of(outputs.tensors[0], question.truth)
         return _Judged(errors, fault, same)
 
-    def _judge_peer(self, tokens: int, peer: Peer, call: Call) -> tuple[str | None, dict[str, float]]:
+    def _judge_peer(self, questions: Sequence[_Question], peer: Peer, call: Call) -> tuple[str | None, dict[str, float]]:
         """The same inputs for a peer. Its output is memory of its own: what lies freed is poisoned, so that rows left out show."""
         errors: dict[str, float] = {}
-        for seed, routing in enumerate(ROUTINGS):
-            acts = draw_inputs(self._problem, tokens, routing, 1000 + seed, self._device)
-            meant = peer.route(acts, self._problem) if peer.route is not None else acts
+        for question in questions:
+            acts, truth, routing = question.acts, question.truth, question.routing
+            if peer.route is not None:
+                truth = truth_of(self._operation.layer, peer.route(acts, self._problem))
             before = acts.hidden_states.clone()
             freed = [torch.full_like(acts.hidden_states, torch.nan) for _ in range(4)]
             del freed
@@ -382,10 +406,10 @@ class _ShapeBench:
             if out.shape != acts.hidden_states.shape or out.dtype != self._problem.dtype:
                 return f"its output is {list(out.shape)} {out.dtype}", errors
             if bool(out.isnan().any()):
-                return f"{routing}: {int(out.isnan().any(1).sum())} of {tokens} rows hold NaN", errors
+                return f"{routing}: {int(out.isnan().any(1).sum())} of {len(out)} rows hold NaN", errors
             if not torch.equal(acts.hidden_states, before):
                 return f"{routing}: it changed hidden_states", errors
-            errors[routing] = error_of(self._operation.layer, meant, out)
+            errors[routing] = error_of(out, truth)
             if not errors[routing] <= WRONG:
                 return f"{routing}: its error is {errors[routing]:.3g} of the result, above {WRONG:g}: it computes something else", errors
         return None, errors
@@ -402,16 +426,34 @@ class _Judged:
     same_bits: bool
 
 
-def error_of(layer: BoundLayer, acts: MoEActivationPack, out: torch.Tensor) -> float:
-    """||out - truth|| / ||truth|| over up to TRUTH_ROWS rows, truth in fp32."""
-    tokens = len(out)
-    rows = torch.linspace(0, tokens - 1, min(tokens, TRUTH_ROWS), device=out.device).round().long()
+@dataclasses.dataclass(frozen=True)
+class _Question:
+    """Fresh inputs, and the fp32 truth of some of their rows."""
+
+    routing: str
+    acts: MoEActivationPack
+    truth: torch.Tensor
+
+
+def _sampled_rows(tokens: int, device: torch.device) -> torch.Tensor:
+    return torch.linspace(0, tokens - 1, min(tokens, TRUTH_ROWS), device=device).round().long()
+
+
+def truth_of(layer: BoundLayer, acts: MoEActivationPack) -> torch.Tensor:
+    """fp32 results of up to TRUTH_ROWS rows."""
+    rows = _sampled_rows(len(acts.hidden_states), acts.hidden_states.device)
     assert acts.topk_ids is not None
     assert acts.topk_weights is not None
-    sampled = MoEActivationPack(hidden_states=acts.hidden_states[rows], topk_ids=acts.topk_ids[rows], topk_weights=acts.topk_weights[rows])
-    truth = compute(layer, sampled)
-    error = float((out[rows].float() - truth).norm() / truth.norm())
-    return float(f"{error:.4g}")
+    return compute(
+        layer,
+        MoEActivationPack(hidden_states=acts.hidden_states[rows], topk_ids=acts.topk_ids[rows], topk_weights=acts.topk_weights[rows]),
+    )
+
+
+def error_of(out: torch.Tensor, truth: torch.Tensor) -> float:
+    """||out - truth|| / ||truth|| over the rows of `truth_of`."""
+    got = out[_sampled_rows(len(out), out.device)].float()
+    return float(f"{float((got - truth).norm() / truth.norm()):.4g}")
 
 
 def copies_of(tokens: int) -> int:
@@ -494,19 +536,25 @@ def _require_device(device: torch.device, error: BaseException) -> None:
 
 
 @contextmanager
-def _empty_kernel_cache() -> Iterator[None]:
-    """A triton cache folder of its own for the block, and no kernel of ours loaded at its start."""
+def _empty_kernel_cache() -> Iterator[list[str]]:
+    """A triton cache folder of its own for the block, and no kernel of ours loaded at its start. Gives the kernels that this process compiles."""
+    late: list[str] = []
     if (triton := sys.modules.get("triton")) is None:  # no backend that compiles is in this process
-        yield
+        yield late
         return
-    before = triton.knobs.cache.dir
+
+    def listen(*, src: Any, cache_hit: bool, **rest: object) -> None:
+        if not cache_hit:
+            late.append(src.name)
+
+    before, listened = triton.knobs.cache.dir, triton.knobs.compilation.listener
     with tempfile.TemporaryDirectory(prefix="moe-dist-kernels-") as folder:
-        triton.knobs.cache.dir = folder
+        triton.knobs.cache.dir, triton.knobs.compilation.listener = folder, listen
         _forget_loaded_kernels()
         try:
-            yield
+            yield late
         finally:
-            triton.knobs.cache.dir = before
+            triton.knobs.cache.dir, triton.knobs.compilation.listener = before, listened
 
 
 def _forget_loaded_kernels() -> None:
