@@ -179,7 +179,7 @@ def objections(rows: Rows, tuning: Rows, plan: Plan, able: Mapping[str, Sequence
             found.append(f"{_where(row)}: {row['fault']}")
         if row.get("same_bits") is False:
             found.append(f"{_where(row)}: {row['tactic']} gave other bits at its second run")
-        if "ratio" in row and abs(row["ratio"] * row["ours_us"] / row["peer_us"] - 1) > 0.001:
+        if {"ratio", "ours_us", "peer_us"} <= row.keys() and abs(row["ratio"] * row["ours_us"] / row["peer_us"] - 1) > 0.001:
             found.append(f"{_where(row)}: ratio {row['ratio']} is not {row['peer_us']} over {row['ours_us']}")
     for shape, dtype, cells in plan.cells():
         for mode, count in cells:
