@@ -92,7 +92,7 @@ class MoELayer:
 
     The binding of the last weight pack is kept: use one MoELayer per layer of a model. A call that finds the epoch
     replaced builds its index anew, except under graph capture, which finishes with the epoch that it began with. As long as a
-    captured graph lives, the tuner takes no other epoch, and the tuner (without one: this layer) keeps alive what it reads.
+    captured graph lives, the tuner takes no other epoch, and what the graph reads stays alive with this layer or its tuner.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class MoELayer:
         self.group = group
         self.tuner = tuner
         self.extra_backends = tuple(extra_backends)
-        self._serving: list[_Serving | None] = [None, None]  # for router logits, for routed calls
+        self._indexes: dict[bool, ServingIndex] = {}  # of routed calls, and of those with router logits
         self._last_routed = False
-        self._pins = Pins()  # of graphs that were captured without a tuner
+        self._pins = [Pins()]  # of graphs that were captured without a tuner, and with each tuner so far
         self._beyond_reported = False
 
     def get_tuned_layer(self, tensors: MoETensors, tuner: Tuner | None = None) -> MoELayer:
@@ -155,24 +155,24 @@ class MoELayer:
         """
         acts, weights = tensors
         routed = acts.router_logits is None
-        serving = self._serving_for(weights, routed)
+        index = self._index_for(weights, routed)
         self._last_routed = routed
-        num_tokens = _check_call(serving.layer, acts)
+        num_tokens = _check_call(index.layer, acts)
         if group_tokens is not None and self.tuner is not None and self.tuner.group.dead:
             group_tokens = None  # nobody is sure to answer: what needs no peer runs
-        served = serving.pick(num_tokens, mode, group_tokens)
-        if serving.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._pin(serving)
-        if num_tokens > serving.max_num_tokens and not self._beyond_reported and self.tuner is not None:
+        bound = index.pick(num_tokens, mode, group_tokens)
+        if index.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._pin(index)
+        if num_tokens > index.max_num_tokens and not self._beyond_reported and self.tuner is not None:
             self._beyond_reported = True
             logger.warning(
                 "%d tokens exceed the largest tuned count %d: the default %s runs; raise ExecutionConfig.tune_max_num_tokens and tune again",
                 num_tokens,
-                serving.max_num_tokens,
-                served.tactic,
+                index.max_num_tokens,
+                bound.tactic,
             )
         try:
-            return _execute(serving.layer.problem, served.runner, acts, num_tokens, out, collective=served.tactic.collective)
+            return _execute(index.layer.problem, bound.runner, acts, num_tokens, out, collective=bound.tactic.collective)
         except GroupError as error:
             if self.tuner is not None:
                 self.tuner.group.dead = str(error)
@@ -185,38 +185,39 @@ class MoELayer:
         """
         if num_tokens < 0:
             raise InputError(f"num_tokens is {num_tokens}; it must be at least 0")
-        serving = self._serving[self._last_routed]
-        if serving is None:
+        index = self._indexes.get(self._last_routed)
+        if index is None:
             raise TunerStateError("the layer has seen no weights yet, so its device is unknown; call get_tuned_layer or the layer first")
-        return self._serving_for(serving.layer.weights, self._last_routed).pick(num_tokens, mode, None).tactic
+        return self._index_for(index.layer.weights, self._last_routed).pick(num_tokens, mode, None).tactic
 
-    def _pin(self, serving: _Serving) -> None:
-        if self.tuner is None:
-            self._pins.add_captured(serving.device, serving)
-        else:
-            self.tuner.pins.add_captured(serving.device, serving, self.tuner.arena)
+    def _pin(self, index: ServingIndex) -> None:
+        """For as long as the graph lives that is being captured: its tuner keeps the epoch, and what it reads stays alive."""
+        pins, arena = (self._pins[0], None) if self.tuner is None else (self.tuner.pins, self.tuner.arena)
+        pins.add_captured(index.device, index, arena)
+        if pins not in self._pins:
+            self._pins.append(pins)  # also once this layer has another tuner
 
-    def _serving_for(self, weights: MoEWeightPack, routed: bool) -> _Serving:
-        serving = self._serving[routed]
-        if serving is None or serving.layer.weights is not weights:
+    def _index_for(self, weights: MoEWeightPack, routed: bool) -> ServingIndex:
+        index = self._indexes.get(routed)
+        if index is None or index.layer.weights is not weights:
             return self._bind(weights, routed)
         tuner = self.tuner
-        if tuner is not None and tuner.epoch is not serving.epoch and not _capturing(serving.device):
+        if tuner is not None and tuner.epoch is not index.epoch and not _capturing(index.device):
             return self._bind(weights, routed)
-        return serving
+        return index
 
-    def _bind(self, weights: MoEWeightPack, routed: bool) -> _Serving:
+    def _bind(self, weights: MoEWeightPack, routed: bool) -> ServingIndex:
         problem = MoEProblem.of(self.config, routed=routed)
         epoch = self.tuner.epoch if self.tuner is not None else None
         layer = bind_weights(problem, weights)
         if not _capturing(weights.w13.device):
             check_expert_map(layer)
-        serving = _Serving(layer, self.config.options, self.extra_backends, epoch)
-        self._serving[routed] = serving
-        return serving
+        index = ServingIndex(layer, self.config.options, self.extra_backends, epoch)
+        self._indexes[routed] = index
+        return index
 
 
-class _Served:
+class BoundTactic:
     """A tactic, ready to run."""
 
     __slots__ = ("runner", "tactic")
@@ -226,7 +227,7 @@ class _Served:
         self.runner = runner
 
 
-class _Serving:
+class ServingIndex:
     """The index of one problem on one weight pack and epoch: by mode, a list with a tactic for each token count."""
 
     def __init__(self, layer: BoundLayer, options: BackendOptions | None, extra_backends: Sequence[Backend], epoch: Epoch | None) -> None:
@@ -234,19 +235,19 @@ class _Serving:
         self.device = layer.weights.w13.device
         self.epoch = epoch
         self._backends = {backend.name: backend for backend, _ in usable_backends(layer.problem, self.device, options, extra_backends)}
-        self._runners: dict[Tactic, _Served] = {}
+        self._runners: dict[Tactic, BoundTactic] = {}
         self._beyond = self._default(None)
         ladder = layer.problem.ladder
         defaults = [self._default(Bucket(1, 1))]  # zero tokens
         for bucket in ladder.buckets():
             defaults += [self._default(bucket)] * (bucket.high - bucket.low + 1)
-        self._local: dict[str, list[_Served]] = {}
-        self._collective: dict[str, dict[int, _Served]] = {}
+        self._local: dict[str, list[BoundTactic]] = {}
+        self._collective: dict[str, dict[int, BoundTactic]] = {}
         for mode in modes_on(self.device.type):
-            self._local[mode], self._collective[mode] = self._index(mode, list(defaults))
+            self._local[mode], self._collective[mode] = self._fill(mode, list(defaults))
         self.max_num_tokens = max(len(local) for local in self._local.values()) - 1
 
-    def pick(self, num_tokens: int, mode: str, group_tokens: int | None) -> _Served:
+    def pick(self, num_tokens: int, mode: str, group_tokens: int | None) -> BoundTactic:
         try:
             local = self._local[mode]
         except KeyError:
@@ -257,8 +258,8 @@ class _Serving:
                 return collective
         return local[num_tokens] if num_tokens < len(local) else self._beyond
 
-    def _index(self, mode: str, local: list[_Served]) -> tuple[list[_Served], dict[int, _Served]]:
-        collective: dict[int, _Served] = {}
+    def _fill(self, mode: str, local: list[BoundTactic]) -> tuple[list[BoundTactic], dict[int, BoundTactic]]:
+        collective: dict[int, BoundTactic] = {}
         winners = self.epoch.of(self.layer.problem.key(), mode) if self.epoch is not None else {}
         for bucket, winner in winners.items():
             local += [self._beyond] * (bucket.high + 1 - len(local))  # a ladder longer than the config's own
@@ -282,7 +283,7 @@ class _Serving:
             return f"this layer runs {' | '.join(self._backends)}"
         return self._backends[tactic.backend].why_not_tactic(self.layer.problem, tactic, bucket, self.device)
 
-    def _default(self, bucket: Bucket | None) -> _Served:
+    def _default(self, bucket: Bucket | None) -> BoundTactic:
         backend = next(iter(self._backends.values()))
         tactic = backend.default(self.layer.problem, bucket, self.device)
         if tactic.collective:
@@ -291,9 +292,9 @@ class _Serving:
             )
         return self._ready(tactic)
 
-    def _ready(self, tactic: Tactic) -> _Served:
+    def _ready(self, tactic: Tactic) -> BoundTactic:
         if tactic not in self._runners:
-            self._runners[tactic] = _Served(tactic, _make_runner(self._backends[tactic.backend], self.layer, tactic))
+            self._runners[tactic] = BoundTactic(tactic, _make_runner(self._backends[tactic.backend], self.layer, tactic))
         return self._runners[tactic]
 
 

@@ -83,7 +83,7 @@ class Deadlines:
 
 
 @dataclasses.dataclass
-class _Served:
+class _ServedLayer:
     name: str
     layer: MoELayer
     weights: MoEWeightPack
@@ -100,7 +100,7 @@ class ServedModel:
         self.settings = settings
         self.epoch = Epoch(deployment=deployment)
         self._deployment, self._versions = deployment, dict(versions or {})
-        self._layers: list[_Served] = []
+        self._layers: list[_ServedLayer] = []
 
     def add(self, name: str, config: MoEConfig, weights: MoEWeightPack, extra_backends: Iterable[Backend] = ()) -> MoELayer:
         """A layer to call with `weights`; it runs the defaults until the model is tuned. extra_backends: the framework's own, for this layer;
@@ -110,8 +110,8 @@ class ServedModel:
         UnsupportedBackend: no backend can run this layer; carries every one's reason.
         """
         extra = tuple(extra_backends)
-        served = _Served(name, untuned_layer(config, weights.w13.device, extra), weights, extra)
-        _bind(served)
+        served = _ServedLayer(name, untuned_layer(config, weights.w13.device, extra), weights, extra)
+        _call_without_tokens(served)
         self._layers = [other for other in self._layers if other.name != name]
         self._layers.append(served)
         return served.layer
@@ -144,7 +144,7 @@ class ServedModel:
             if device is not None and device.type == "cuda":
                 torch.cuda.empty_cache()  # the engine captures its graphs in what was free before
         for served in self._layers:
-            _bind(served)
+            _call_without_tokens(served)
         if group is None or dist.get_rank(group) == 0:  # the others serve the same
             for line in self.describe(counts):
                 log.info("%s", line)
@@ -159,7 +159,7 @@ class ServedModel:
 
     def describe(self, counts: TokenCounts) -> list[str]:
         """One line a distinct layer: which tactic serves each bucket and mode, and where it came from."""
-        distinct: dict[str, list[_Served]] = {}
+        distinct: dict[str, list[_ServedLayer]] = {}
         for served in self._layers:
             distinct.setdefault(digest(MoEProblem.of(served.layer.config, routed=True).key()), []).append(served)
         return [_describe(alike, counts, self.epoch) for alike in distinct.values()]
@@ -207,8 +207,8 @@ def _passes(
     return [(MeasurementPolicy(mode), counts.buckets(mode)) for mode in ("cuda_graph", "eager") if counts.buckets(mode)]
 
 
-def _bind(served: _Served) -> None:
-    """A call without tokens: the layer checks its weights, builds its index and binds every tactic, before anything is captured."""
+def _call_without_tokens(served: _ServedLayer) -> None:
+    """So the layer checks its weights, builds its index and binds every tactic, before anything is captured."""
     config = served.layer.config
     device, slots = served.weights.w13.device, config.routing.slots
     problem = MoEProblem.of(config, routed=True)
@@ -224,7 +224,7 @@ def _bind(served: _Served) -> None:
     )
 
 
-def _describe(alike: Sequence[_Served], counts: TokenCounts, epoch: Epoch) -> str:
+def _describe(alike: Sequence[_ServedLayer], counts: TokenCounts, epoch: Epoch) -> str:
     layer = alike[0].layer
     config = layer.config
     routing, experts, quant, parallel = config.routing, config.experts, config.quant, config.parallel

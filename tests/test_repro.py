@@ -156,9 +156,8 @@ def test_a_layer_bound_while_the_logger_is_off_runs_what_the_backend_made(record
     native.bind = lambda *args: bound.append(bind(*args)) or bound[-1]  # type: ignore[method-assign,func-returns-value]
     layer = md.MoELayer(**CONFIG, backends=NativeConfig(), extra_backends=[native])
     layer((case.acts, case.whole))
-    serving = layer._serving[True]
-    assert serving is not None
-    assert serving.pick(4, "eager", None).runner is bound[-1]  # nothing stands between: that is what "costs nothing" means
+    index = layer._indexes[True]
+    assert index.pick(4, "eager", None).runner is bound[-1]  # nothing stands between: that is what "costs nothing" means
     assert recorded(lambda: layer((case.acts, case.whole))) == []  # asked at binding, not at each call
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from moe_dist.backends.base import MoEProblem
+from moe_dist.checks import bind_weights
 from moe_dist.config import ExecutionConfig, ExpertConfig, MoEConfig, RoutingConfig
-from moe_dist.layer import MoELayer
+from moe_dist.layer import MoELayer, ServingIndex
 from moe_dist.operation import MoEOperation, make_random_weights
 from moe_dist.tensors import MoEActivationPack
 from moe_dist.tuning.policy import MeasurementPolicy
@@ -44,9 +45,8 @@ def lookup_table() -> list[dict[str, Any]]:
     )
     layer = MoELayer(tuner=tuner, **config).get_tuned_layer((acts, weights))
     layer((acts, weights))
-    serving = layer._serving[True]
-    assert serving is not None
-    pick, lookup = serving.pick, layer.lookup
+    index = ServingIndex(bind_weights(problem, weights), config.options, (), tuner.epoch)
+    pick, lookup = index.pick, layer.lookup
     counts = [1 + index % 64 for index in range(CALLS)]
 
     def nanoseconds(call: Any) -> float:
