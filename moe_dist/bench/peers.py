@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from moe_dist.backends.base import BoundLayer, MoEProblem
 from moe_dist.backends.torch_grouped import TorchGroupedBackend
@@ -23,7 +24,7 @@ from moe_dist.tuning.problem import Tactic
 Call = Callable[[MoEActivationPack], torch.Tensor]  # a routed call: [T, H] in the problem's dtype, in memory of its own
 
 FAMILIES = ("vllm", "sonicmoe", "torch")
-DEEP_GEMM_TOKENS, SONICMOE_TOKENS = 64, 256
+DEEP_GEMM_TOKENS, SONICMOE_TOKENS = 64, 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +228,7 @@ def _open_sonicmoe(device: torch.device, max_num_tokens: int, open_until: contex
         return call
 
     def route(acts: MoEActivationPack, problem: MoEProblem) -> MoEActivationPack:
-        logits = acts.hidden_states @ router(problem).T
+        logits = F.linear(acts.hidden_states, router(problem))
         chosen = logits.float().topk(problem.config.routing.top_k, dim=1)
         return dataclasses.replace(acts, topk_ids=chosen.indices.int(), topk_weights=chosen.values.softmax(1))
 
