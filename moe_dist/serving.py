@@ -30,7 +30,7 @@ from moe_dist.stores.open import open_store
 from moe_dist.tensors import MoEActivationPack, MoEWeightPack
 from moe_dist.tuning.pass_terms import ProgressEvent
 from moe_dist.tuning.policy import MeasurementPolicy
-from moe_dist.tuning.problem import Bucket, BucketLadder, Epoch, Winner, digest
+from moe_dist.tuning.problem import MODES, Bucket, BucketLadder, Epoch, Tactic, Winner, digest
 from moe_dist.tuning.tuner import Tuner
 
 log = logging.getLogger("moe_dist.serving")
@@ -99,6 +99,7 @@ class ServedModel:
     def __init__(self, settings: ServingSettings, *, deployment: str, versions: Mapping[str, str] | None = None) -> None:
         self.settings = settings
         self.epoch = Epoch(deployment=deployment)
+        self.measured, self.tuning = 0, timedelta(0)  # of the last `tune`: candidates timed here, and how long it took
         self._deployment, self._versions = deployment, dict(versions or {})
         self._layers: list[_ServedLayer] = []
 
@@ -116,10 +117,31 @@ class ServedModel:
         self._layers.append(served)
         return served.layer
 
-    def tune(self, counts: TokenCounts, group: dist.ProcessGroup | None, startup_timeout: timedelta) -> int:
+    def workspace_bytes(self, counts: TokenCounts) -> int:
+        """The scratch to keep free for one call of these layers, whatever wins: the most that any tactic of the default's backend needs.
+
+        A framework's own experts are such a backend, so where they are the default this is what the framework would need without us.
+        """
+        most, seen = 0, set[str]()
+        for served in self._layers:
+            operation = self._operation(served)
+            if (key := digest(operation.problem)) in seen:
+                continue
+            seen.add(key)
+            for mode in MODES:
+                for bucket in counts.buckets(mode):
+                    default = operation.default(bucket, mode)
+                    tactics = {default, *(tactic for tactic in operation.candidates(bucket, mode) if tactic.backend == default.backend)}
+                    most = max(most, *(operation.workspace(tactic, bucket.high).nbytes for tactic in tactics))
+        return most
+
+    def tune(
+        self, counts: TokenCounts, group: dist.ProcessGroup | None, startup_timeout: timedelta, workspace_limit: int | None = None
+    ) -> int:
         """Tune every distinct layer together with the ranks of `group`, then bind all layers to the one epoch. All its ranks call this.
 
-        group: the ranks that run these layers in step; None: alone. Returns how many candidates were timed here: 0 after a warm start.
+        group: the ranks that run these layers in step; None: alone. workspace_limit: what was kept free for one call; a tactic that needs
+        more is out; None: half of what is free now. Returns how many candidates were timed here: 0 after a warm start.
         Whatever `Tuner.run_pass` raises: the engine's start-up must end with it. StoreError: the store's URL has no meaning.
         """
         settings, started, measured = self.settings, time.monotonic(), 0
@@ -129,13 +151,12 @@ class ServedModel:
             limits = Deadlines.within(settings, startup_timeout)
             with Tuner(
                 store=settings.store, group=group, strategy=settings.strategy, ladder=counts.ladder, deployment=self._deployment,
-                device=device, versions=self._versions, budget=limits.budget / max(1, len(passes)), workspace_limit=_spare_bytes(device),
+                device=device, versions=self._versions, budget=limits.budget / max(1, len(passes)),
+                workspace_limit=_spare_bytes(device) if workspace_limit is None else workspace_limit,
                 progress_timeout=limits.progress_timeout, cap=limits.cap, on_progress=_progress_line(),
             ) as tuner:  # fmt: skip
                 for served in self._layers:
-                    config, weights = served.layer.config, served.weights
-                    problem = MoEProblem.of(config, routed=True)
-                    tuner.record(MoEOperation(problem, weights, weights.w13.device, config.options, served.extra_backends))
+                    tuner.record(self._operation(served))
                 for policy, buckets in passes:
                     measured += tuner.run_pass(buckets, policy=policy, measure=settings.tune == "tune").measured
             self.epoch = tuner.epoch
@@ -148,8 +169,17 @@ class ServedModel:
         if group is None or dist.get_rank(group) == 0:  # the others serve the same
             for line in self.describe(counts):
                 log.info("%s", line)
-        log.info("%s; %s took %.1f s", self.summary(measured), settings.tune, time.monotonic() - started)
+        self.measured, self.tuning = measured, timedelta(seconds=time.monotonic() - started)
+        log.info("%s; %s took %.1f s", self.summary(measured), settings.tune, self.tuning.total_seconds())
         return measured
+
+    def serves(self, counts: TokenCounts) -> list[tuple[str, Bucket, Tactic]]:
+        """(mode, bucket, tactic) of the first layer, for every bucket in which a mode runs; empty without layers."""
+        return [
+            (mode, bucket, self._layers[0].layer.lookup(bucket.high, mode))
+            for mode in MODES
+            for bucket in (counts.buckets(mode) if self._layers else ())
+        ]
 
     def summary(self, measured: int) -> str:
         settings = self.settings
@@ -163,6 +193,11 @@ class ServedModel:
         for served in self._layers:
             distinct.setdefault(digest(MoEProblem.of(served.layer.config, routed=True).key()), []).append(served)
         return [_describe(alike, counts, self.epoch) for alike in distinct.values()]
+
+    @staticmethod
+    def _operation(served: _ServedLayer) -> MoEOperation:
+        config, weights = served.layer.config, served.weights
+        return MoEOperation(MoEProblem.of(config, routed=True), weights, weights.w13.device, config.options, served.extra_backends)
 
 
 def untuned_layer(config: MoEConfig, device: torch.device, extra_backends: Sequence[Backend] = ()) -> MoELayer:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
+import time
 from pathlib import Path
 
-from moe_dist.bench import report
+from moe_dist.bench import engines, report
 from moe_dist.bench.agreement import diverged_table
 from moe_dist.bench.faults import fault_table
 from moe_dist.bench.lookup import lookup_table
@@ -37,6 +39,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scaling.add_argument("--keys", type=int, nargs="+", default=list(KEYS))
     scaling.add_argument("--json", type=Path, help="write the table here")
     scaling.set_defaults(kind=_scaling)
+    vllm = kinds.add_parser("vllm", help="output tokens/s and inter-token latency of a vLLM with moe_dist against the same vLLM without")
+    vllm.add_argument(
+        "--cards", type=int, nargs="+", default=[0], help="the dtypes are shared out over them; with --tp they serve together"
+    )
+    vllm.add_argument("--dtypes", nargs="+", choices=("bf16", "fp8"), default=["bf16", "fp8"])
+    vllm.add_argument("--modes", nargs="+", choices=("cuda_graph", "eager"), default=["cuda_graph", "eager"])
+    vllm.add_argument("--batches", type=int, nargs="*", default=[1, 32, 256])
+    vllm.add_argument("--pairs", type=int, default=7, help="interleaved pairs a cell (default 7)")
+    vllm.add_argument("--layers", type=int, default=16, help="of a Qwen3-30B-A3B, which has 48 (default 16)")
+    vllm.add_argument("--model", type=Path, help="serve this folder, weights as stored, instead of that shape with drawn weights")
+    vllm.add_argument("--tp", type=int, default=1)
+    vllm.add_argument("--ep", action="store_true", help="share the experts out over the --tp ranks")
+    vllm.add_argument("--memory", type=float, default=0.2, help="share of a card that each of the four engines may take (default 0.2)")
+    vllm.add_argument("--workers", choices=("fork", "spawn", "inside"), default="fork", help="how an engine's core is made (default fork)")
+    vllm.add_argument("--budget-s", type=float, default=120.0, help="seconds for measuring (default 120)")
+    vllm.add_argument(
+        "--store", type=Path, default=Path(".tuned/engines"), help="of winners; an empty one makes the first start a cold one"
+    )
+    vllm.add_argument("--logs", type=Path, default=Path(".tuned/engines-logs"))
+    vllm.add_argument(
+        "--engine", type=json.loads, default={}, help='more keywords of vllm.LLM, as JSON: \'{"attention_backend": "TRITON_ATTN"}\''
+    )
+    vllm.add_argument(
+        "--json", type=Path, default=Path(".tuned/vllm.json"), help="rows are added here; cells that it holds are not run again"
+    )
+    vllm.set_defaults(kind=_vllm)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,6 +95,32 @@ def _lookup(arguments: argparse.Namespace) -> int:
 
 def _scaling(arguments: argparse.Namespace) -> int:
     return _finish(arguments.json, "moe-dist bench scaling", {"scaling": scaling_table(arguments.ranks, arguments.keys, _note)}, [])
+
+
+def _vllm(arguments: argparse.Namespace) -> int:
+    names = (
+        "cards",
+        "dtypes",
+        "modes",
+        "batches",
+        "pairs",
+        "layers",
+        "model",
+        "tp",
+        "ep",
+        "memory",
+        "workers",
+        "budget_s",
+        "store",
+        "logs",
+    )
+    process = [sys.executable, "-m", "moe_dist_vllm.bench"]
+    plan = engines.Plan(process=process, keywords=arguments.engine, **{name: getattr(arguments, name) for name in names})
+    ledger = engines.Ledger(arguments.json)
+    failures = engines.measure(plan, ledger, lambda line: _note(f"[{time.strftime('%H:%M:%S')}] {line}"))
+    for failure in failures:
+        print(f"moe-dist bench: {failure}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 def _finish(path: Path | None, command: str, tables: dict[str, list[dict[str, object]]], objections: list[str]) -> int:

@@ -67,6 +67,8 @@ NEEDS = (
     Need("distributed.parallel_state", "_EP"),
     Need("envs", "VLLM_ENGINE_READY_TIMEOUT_S"),
     Need("v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", ("self",)),
+    Need("v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",)),
+    Need("v1.worker.gpu_model_runner", "GPUModelRunner.profile_run", ("self",)),
     Need("v1.worker.cpu_worker", "CPUWorker.compile_or_warm_up_model", ("self",)),
 )  # fmt: skip
 

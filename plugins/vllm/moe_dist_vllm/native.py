@@ -48,6 +48,16 @@ class VllmBackend(md.Backend):
     def default(self, problem: md.MoEProblem, bucket: md.Bucket | None, device: torch.device) -> md.Tactic:
         return md.Tactic.of(self.name, experts=next(iter(self._classes)))
 
+    def workspace(self, problem: md.MoEProblem, tactic: md.Tactic, num_tokens: int) -> md.Workspace:
+        config = problem.config
+        rows = problem.local_intermediate * (2 if config.activation.gated else 1)
+        hidden, total = config.experts.hidden_size, config.routing.total_experts
+        local = len(problem.local_experts(0))  # rank 0 holds the most
+        experts: Any = self._classes[str(tactic["experts"])](self._moe_config, self._quant_config)
+        shapes = experts.workspace_shapes(num_tokens, rows, hidden, config.routing.slots, total, local, None, self._moe_config.activation)
+        size13, size2, out = (math.prod(shape) for shape in shapes)
+        return md.Workspace((max(size13, out) + size2) * experts.workspace_dtype(problem.dtype).itemsize)
+
     def bind(self, layer: md.BoundLayer, tactic: md.Tactic) -> Callable[[md.MoEActivationPack, torch.Tensor], md.Tactic]:
         """Calls the experts as vLLM's modular kernel does without data parallelism: quantise, workspaces, apply."""
         cls = self._classes[str(tactic["experts"])]

@@ -238,7 +238,9 @@ def _replace(module: ModuleType, name: str, new: Any) -> None:
 
 
 def _patch_worker(kind: str, module: ModuleType) -> None:
-    """Tune after KV sizing and before anything is captured: vLLM's `compile_or_warm_up_model` is where both hold, on every device."""
+    """Tune after KV sizing and before anything is captured: vLLM's `compile_or_warm_up_model` is where both hold, on every device.
+
+    On a GPU what a tactic may take is counted before, when vLLM measures what is left for the KV cache."""
     worker = getattr(module, kind)
     warm_up = worker.compile_or_warm_up_model
 
@@ -251,6 +253,20 @@ def _patch_worker(kind: str, module: ModuleType) -> None:
         return warm_up(self)
 
     worker.compile_or_warm_up_model = compile_or_warm_up_model
+    if kind != "Worker":
+        return  # a CPU's KV cache is as large as the user says
+    determine = worker.determine_available_memory
+
+    @functools.wraps(determine)
+    def determine_available_memory(self: Any) -> Any:
+        if self.vllm_config.kernel_config.moe_backend != NAME:
+            return determine(self)
+        from moe_dist_vllm.warmup import scratch_counted
+
+        with scratch_counted(self):
+            return determine(self)
+
+    worker.determine_available_memory = determine_available_memory
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

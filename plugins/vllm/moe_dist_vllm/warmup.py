@@ -1,10 +1,12 @@
 """Tuning in vLLM's warm-up: which layers are ours, which ranks run in step, which token counts will run. The rest is `moe_dist.serving`.
 
-Called once in each worker, after KV sizing and before anything is captured.
+Called twice in each worker: while vLLM finds out what is left for the KV cache, so that the scratch of whatever wins is counted; and
+when that is sized and nothing is captured yet, to tune.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,18 +14,58 @@ from typing import Any
 
 import torch
 import vllm.envs as envs
+from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 
 from moe_dist.serving import ServedModel, TokenCounts
-from moe_dist_vllm.experts import MoEDistExperts
+from moe_dist_vllm.experts import MoEDistExperts, scratch_in_each_call
 from moe_dist_vllm.native import versions
 from moe_dist_vllm.patch import NAME, settings_of
 
 log = logging.getLogger("moe_dist.vllm")
 
 
+_LIMIT = "_moe_dist_workspace"  # on the worker: the bytes that were counted before KV sizing
+
+
 def tune(worker: Any) -> ServedModel:
     """Tune the layers of this worker's model together with the ranks that run in step. RuntimeError: vLLM gave a layer other experts."""
+    config = worker.vllm_config
+    counts = token_counts(config)
+    with set_current_vllm_config(config):  # vLLM's own experts read it when they are made
+        model = served_model(worker, counts)
+        timeout = timedelta(seconds=envs.VLLM_ENGINE_READY_TIMEOUT_S)
+        model.tune(counts, group_in_step(), timeout, workspace_limit=getattr(worker, _LIMIT, None))
+    worker.moe_dist = model
+    return model
+
+
+@contextlib.contextmanager
+def scratch_counted(worker: Any) -> Iterator[None]:
+    """While it lasts, vLLM's profile run takes as much memory as any tactic that may win later: what is left is the KV cache's.
+
+    Where vLLM's own experts are the default, that run takes it anyway, and nothing is lost to stock.
+    """
+    with set_current_vllm_config(worker.vllm_config):
+        counts = token_counts(worker.vllm_config)
+        limit = served_model(worker, counts).workspace_bytes(counts)
+    setattr(worker, _LIMIT, limit)
+    runner = worker.model_runner
+    run = runner.profile_run
+
+    def profile_run(*args: Any, **kwargs: Any) -> Any:
+        with scratch_in_each_call(limit):
+            return run(*args, **kwargs)
+
+    runner.profile_run = profile_run
+    try:
+        yield
+    finally:
+        del runner.profile_run
+
+
+def served_model(worker: Any, counts: TokenCounts) -> ServedModel:
+    """The layers of this worker, each with its place in one model. RuntimeError: vLLM gave a layer other experts."""
     config = worker.vllm_config
     settings = settings_of(config)
     ours, others = [], []
@@ -38,13 +80,10 @@ def tune(worker: Any) -> ServedModel:
             f"--moe-backend=moe_dist was asked for, but vLLM runs its own experts in {len(others)} layers, first {others[0]}; "
             "choose another --moe-backend, or set MOE_DIST_UNSERVED=native to accept that"
         )
-    counts = token_counts(config)
     pool = versions() if any(experts.natives for _, _, experts in ours) else {}
     model = ServedModel(settings, deployment=deployment(config), versions=pool)
     for name, module, experts in ours:
         experts.serve(model, name, module.w13_weight, module.w2_weight, module.expert_map, counts.max_num_tokens)
-    model.tune(counts, group_in_step(), timedelta(seconds=envs.VLLM_ENGINE_READY_TIMEOUT_S))
-    worker.moe_dist = model
     return model
 
 

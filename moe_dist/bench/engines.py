@@ -1,0 +1,382 @@
+"""Served speed, moe_dist against a serving engine's own choice: two engines live on one card, asked in turns, a ratio a pair.
+
+Owns the order of starts and questions, the rows and their bars. Knows no framework: an engine is a process that answers JSON lines
+(`moe_dist_vllm/bench.py` is one). cli imports this.
+
+On a card one engine starts at a time and nothing is asked meanwhile, so that tuning and memory profiling see a quiet card. Rows are
+written as they come, and a cell that the file holds is not measured again: a run that is cut is continued by the same command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import queue
+import signal
+import statistics
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+BACKENDS = ("moe_dist", "auto")
+TABLES = ("cells", "profiles")
+PROMPT, MOST_TOKENS = 128, 8192
+NEW_TOKENS = {1: 256, 32: 128}  # by batch; larger batches: 64
+# Student's t at 97.5%, by degrees of freedom: a two-sided 95% interval of few pairs.
+STUDENT = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+)
+
+# Qwen3-30B-A3B with fewer layers, and fewer words in proportion, so that the layers keep their share of a step.
+SHAPE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False, "torch_dtype": "bfloat16", "hidden_act": "silu",
+}  # fmt: skip
+ALL_LAYERS, ALL_WORDS = 48, 151_936
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to measure and how.
+
+    process: the command of an engine's process, which gets a JSON spec as its last argument. cards: indices of the cards; the dtypes are
+    shared out over them, or all of them serve one engine (tp > 1). model: a folder to serve instead of SHAPE, its weights as stored.
+    memory: the share of a card that one engine may take. workers: how the engine's core is made: "fork", "spawn" or "inside" its process. store: of moe_dist's winners; logs: a folder. keywords: more of the engine's own.
+    """
+
+    process: Sequence[str]
+    dtypes: Sequence[str] = ("bf16", "fp8")
+    modes: Sequence[str] = ("cuda_graph", "eager")
+    batches: Sequence[int] = (1, 32, 256)
+    pairs: int = 7
+    cards: Sequence[int] = (0,)
+    tp: int = 1
+    ep: bool = False
+    layers: int = 16
+    model: Path | None = None
+    memory: float = 0.2
+    workers: str = "fork"
+    budget_s: float = 120.0
+    store: Path = Path(".tuned/engines")
+    logs: Path = Path(".tuned/engines-logs")
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class EngineFailed(RuntimeError):
+    """An engine said that it failed, ended, or was silent past its deadline; the message has the end of its log."""
+
+
+class Engine:
+    """One engine's process. Its spec: {"backend", "keywords", "draw", "settings", "environment"}."""
+
+    def __init__(self, process: Sequence[str], spec: Mapping[str, Any], log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log = log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [*process, json.dumps(spec)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self._loaded = False
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _answer(self, deadline: float) -> dict[str, Any]:
+        try:
+            line = self._lines.get(timeout=deadline)
+        except queue.Empty:
+            raise EngineFailed(f"no answer in {deadline:g} s\n{self.tail()}") from None
+        if line is None:
+            raise EngineFailed(f"it ended\n{self.tail()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise EngineFailed(f"{answer['error']}\n{self.tail()}")
+        return answer
+
+    def ask(self, what: str, deadline: float, **arguments: Any) -> Any:
+        """The answer to one question. EngineFailed: it gave none."""
+        if not self._loaded:
+            self._answer(300)
+            self._loaded = True
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
+            self._process.stdin.flush()
+        return self._answer(deadline)["answer"]
+
+    def tail(self, lines: int = 60) -> str:
+        """The end of its log, and every line before that names an error."""
+        text = self.log.read_text(errors="replace").splitlines()
+        named = [line for line in text[:-lines] if "Error" in line or "ERROR" in line or "WARNING" in line]
+        return "\n".join([*named[-20:], *text[-lines:]])
+
+    def close(self) -> None:
+        """End it and whatever it started."""
+        if self._process.returncode is not None:
+            return
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.write('{"do": "end"}\n')
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(15)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+class Ledger:
+    """Tables of rows in one JSON file, which is whole at any time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self.tables: dict[str, list[dict[str, Any]]] = json.loads(path.read_text()) if path.exists() else {}
+
+    def find(self, table: str, **fields: Any) -> dict[str, Any] | None:
+        rows = self.tables.get(table, [])
+        return next((row for row in rows if all(row.get(name) == value for name, value in fields.items())), None)
+
+    def add(self, table: str, row: dict[str, Any]) -> None:
+        with self._lock:
+            self.tables.setdefault(table, []).append(row)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part = self._path.with_suffix(".part")
+            parts = [f'"{name}": [\n' + ",\n".join(json.dumps(row) for row in rows) + "\n]" for name, rows in self.tables.items()]
+            part.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+            part.replace(self._path)
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """(geometric mean, low, high): a 95% interval by Student's t over the logarithms of at least 2 ratios."""
+    logs = [math.log(ratio) for ratio in ratios]
+    mean = statistics.fmean(logs)
+    half = STUDENT[min(len(logs) - 1, len(STUDENT)) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def write_model(folder: Path, dtype: str, layers: int) -> Path:
+    """config.json of SHAPE with `layers` layers; fp8: the experts in 128 x 128 blocks, all else in bf16."""
+    config: dict[str, Any] = SHAPE | {"num_hidden_layers": layers, "vocab_size": max(1024, ALL_WORDS * layers // ALL_LAYERS // 64 * 64)}
+    if dtype == "fp8":
+        dense = [f"model.layers.{layer}.{part}" for layer in range(layers) for part in
+                 ("mlp.gate", *(f"self_attn.{name}_proj" for name in "qkvo"))]  # fmt: skip
+        config["quantization_config"] = {
+            "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": [*dense, "lm_head"],
+        }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def measure(plan: Plan, ledger: Ledger, note: Callable[[str], None]) -> list[str]:
+    """Measure what `ledger` lacks; what failed, a line each. Tables: "starts" (a row an engine) and "cells" (a row a cell)."""
+    failures: list[str] = []
+
+    def guarded(dtypes: Sequence[str], cards: Sequence[int]) -> None:
+        for dtype in dtypes:
+            try:
+                _dtype(plan, dtype, cards, ledger, note)
+            except Exception as error:  # another card or dtype can still be measured
+                failures.append(f"{dtype} on {list(cards)}: {type(error).__name__}: {error}")
+                note(failures[-1])
+
+    if plan.tp > 1:
+        guarded(plan.dtypes, plan.cards)
+        return failures
+    threads = [
+        threading.Thread(target=guarded, args=(plan.dtypes[index :: len(plan.cards)], [card])) for index, card in enumerate(plan.cards)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failures
+
+
+def _dtype(plan: Plan, dtype: str, cards: Sequence[int], ledger: Ledger, note: Callable[[str], None]) -> None:
+    layout = {"tp": plan.tp, "ep": plan.tp if plan.ep else 1}
+    modes = [
+        mode
+        for mode in plan.modes
+        if any(ledger.find(table, dtype=dtype, mode=mode, batch=batch, **layout) is None for batch in plan.batches for table in TABLES)
+    ]
+    with _engines(plan, dtype, cards, modes) as engines:
+        for mode in modes:
+            place = {"dtype": dtype, "mode": mode, **layout}
+            starts = {}
+            for backend in BACKENDS:
+                engine = engines[mode, backend]
+                started = engine.ask("start", 420)
+                starts[backend] = {**place, "backend": backend, "seconds": started["seconds"], **started["workers"][0]}
+                starts[backend]["epochs"] = sorted({worker["epoch"] for worker in started["workers"] if "epoch" in worker})
+                starts[backend]["alike"] = len({worker.get("epoch") for worker in started["workers"]}) == 1
+                ledger.add("starts", starts[backend])
+                note(_said(starts[backend]))
+            _tokens(plan, {backend: engines[mode, backend] for backend in BACKENDS}, place, ledger, note)
+            for batch in plan.batches:
+                if ledger.find("cells", **place, batch=batch) is None:
+                    pair = {backend: engines[mode, backend] for backend in BACKENDS}
+                    row = _cell(plan, pair, batch)
+                    row = {**place, "batch": batch, **row, **_of_start(ledger, place, starts)}
+                    ledger.add("cells", row)
+                    note(json.dumps(row))
+            for batch in plan.batches:  # last: a profiler leaves traces in what is timed after it
+                if ledger.find("profiles", **place, batch=batch) is None:
+                    row = {**place, "batch": batch, **engines[mode, "auto"].ask("profile", 240, batch=batch, prompt=PROMPT, new=16)}
+                    ledger.add("profiles", row)
+                    note(f"profile {json.dumps(row)}")
+            for backend in BACKENDS:
+                engines[mode, backend].close()
+
+
+def _of_start(ledger: Ledger, place: Mapping[str, Any], starts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What a cell's row says of its engines. tuning_seconds: of the first start, which found no winners."""
+    ours = starts["moe_dist"]
+    own = [bucket["own"] for bucket in ours["buckets"]]
+    first = ledger.find("starts", **place, backend="moe_dist") or ours
+    return {
+        "own_bucket_share": round(sum(own) / len(own), 4), "tuning_seconds": first["tuning_seconds"], "tuned": first["measured"],
+        "kv_tokens": ours["kv_tokens"], "kv_tokens_auto": starts["auto"]["kv_tokens"],
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _engines(plan: Plan, dtype: str, cards: Sequence[int], modes: Sequence[str]) -> Iterator[dict[tuple[str, str], Engine]]:
+    """The processes of all modes and backends, loaded at once and not yet started."""
+    engines: dict[tuple[str, str], Engine] = {}
+    model = plan.model or write_model(plan.logs / f"model-{dtype}-{plan.layers}", dtype, plan.layers)
+    try:
+        for mode in modes:
+            for backend in BACKENDS:
+                engines[mode, backend] = Engine(
+                    plan.process,
+                    _spec(plan, model, mode, backend, cards),
+                    plan.logs / f"{dtype}-{mode}-tp{plan.tp}{'-ep' * plan.ep}-{backend}.log",
+                )
+        yield engines
+    finally:
+        for engine in engines.values():
+            engine.close()
+
+
+def _spec(plan: Plan, model: Path, mode: str, backend: str, cards: Sequence[int]) -> dict[str, Any]:
+    keywords: dict[str, Any] = {
+        "model": str(model.resolve()), "enforce_eager": mode == "eager", "gpu_memory_utilization": plan.memory, "max_model_len": 1024,
+        "max_num_batched_tokens": MOST_TOKENS, "max_num_seqs": 256, "tensor_parallel_size": plan.tp, "enable_expert_parallel": plan.ep,
+        **({} if plan.model else {"load_format": "dummy"}), **plan.keywords,
+    }  # fmt: skip
+    return {
+        "backend": backend,
+        "keywords": keywords,
+        "draw": plan.model is None,
+        "settings": {"store": str(plan.store.resolve()), "budget_s": plan.budget_s} if backend == "moe_dist" else {},
+        "environment": {"CUDA_VISIBLE_DEVICES": ",".join(map(str, cards)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if plan.workers == "inside" else "1",
+                        "VLLM_WORKER_MULTIPROC_METHOD": "fork" if plan.workers == "inside" else plan.workers, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+                        "VLLM_USE_FLASHINFER_SAMPLER": "0"},
+    }  # fmt: skip
+
+
+def _cell(plan: Plan, engines: Mapping[str, Engine], batch: int) -> dict[str, Any]:
+    """One cell's row: interleaved pairs, then the share of the MoE layers by their own time."""
+    new = NEW_TOKENS.get(batch, 64)
+    question = {"batch": batch, "prompt": PROMPT, "new": new}
+    for engine in engines.values():
+        engine.ask("generate", 300, **question)
+    pairs: list[dict[str, dict[str, float]]] = []
+    for index in range(plan.pairs):
+        order = BACKENDS if index % 2 else BACKENDS[::-1]
+        pairs.append({backend: engines[backend].ask("generate", 300, **question) for backend in order})
+    row: dict[str, Any] = {"pairs": len(pairs)}
+    for name, field, inverse in (("throughput", "tokens_per_s", False), ("latency", "itl_us", True)):
+        values = {backend: [pair[backend][field] for pair in pairs] for backend in BACKENDS}
+        if any(value is None for backend in BACKENDS for value in values[backend]):
+            continue
+        ratios = [(stock / ours) if inverse else (ours / stock) for ours, stock in zip(values["moe_dist"], values["auto"], strict=True)]
+        mean, low, high = interval(ratios)
+        row |= {f"{name}_ratio": round(mean, 4), f"{name}_interval": [round(low, 4), round(high, 4)]}
+        row |= {field: round(statistics.median(values["moe_dist"]), 1), f"{field}_auto": round(statistics.median(values["auto"]), 1)}
+    row |= _moe_share(plan, engines, batch, new, row)
+    return row
+
+
+def _moe_share(plan: Plan, engines: Mapping[str, Engine], batch: int, new: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    """moe_time_share: of a step of the stock engine, by its layers' own time. own_time_share: of the MoE time of the whole answer, prefill included, in calls that our own tactics serve."""
+    largest = int(plan.keywords.get("max_num_batched_tokens", MOST_TOKENS))
+    prefill = [min(largest, batch * PROMPT - done) for done in range(0, batch * PROMPT, largest)]
+    counts = sorted({batch, *prefill})
+    ours = {answer["tokens"]: answer for answer in engines["moe_dist"].ask("moe_us", 180, counts=counts)}
+    stock = engines["auto"].ask("moe_us", 180, counts=[batch])[0]
+    steps = [ours[batch]] * (new - 1) + [ours[count] for count in prefill]
+    found: dict[str, Any] = {
+        "moe_us": ours[batch]["us"], "moe_us_auto": stock["us"], "tactic": ours[batch].get("tactic"),
+        "own_time_share": round(sum(step["us"] for step in steps if step["own"]) / sum(step["us"] for step in steps), 4),
+    }  # fmt: skip
+    if row.get("itl_us_auto"):
+        found["moe_time_share"] = round(stock["us"] / row["itl_us_auto"], 4)
+    return found
+
+
+def _tokens(plan: Plan, engines: Mapping[str, Engine], place: Mapping[str, Any], ledger: Ledger, note: Callable[[str], None]) -> None:
+    """How far the two engines' greedy tokens agree: rounding parts them sooner or later, a wrong layer at once."""
+    said = {name: engine.ask("generate", 300, batch=8, prompt=PROMPT, new=16, keep=True)["tokens"] for name, engine in engines.items()}
+    alike = [next((i for i, (a, b) in enumerate(zip(*rows, strict=True)) if a != b), 16) for rows in zip(*said.values(), strict=True)]
+    row = {
+        **place,
+        "first_equal": sum(n > 0 for n in alike),
+        "of": len(alike),
+        "mean_prefix": statistics.fmean(alike),
+        "distinct": len({str(r) for r in said["auto"]}),
+    }
+    row["executed"] = engines["moe_dist"].ask("report", 60)[0]["executed"]
+    ledger.add("tokens", row)
+    note(f"tokens: {json.dumps(row)}; moe_dist {said['moe_dist'][0][:10]}, auto {said['auto'][0][:10]}")
+
+
+def _said(start: Mapping[str, Any]) -> str:
+    lines = [
+        f"start {start['dtype']} {start['mode']} tp{start['tp']} ep{start['ep']} {start['backend']}: up in {start['seconds']} s, experts {start['experts']} "
+        f"in {start['layers']} layers, KV {start['kv_tokens']} tokens"
+    ]
+    if "epoch" in start:
+        own = [bucket["own"] for bucket in start["buckets"]]
+        lines.append(
+            f"  tuned in {start['tuning_seconds']} s, {start['measured']} timed, epochs {start['epochs']} alike {start['alike']}, own tactics in "
+            f"{sum(own)} of {len(own)} buckets, executed {start['executed']}"
+        )
+        lines += [f"  {line}" for line in start["lines"]]
+    return "\n".join(lines)

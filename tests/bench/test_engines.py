@@ -1,0 +1,133 @@
+"""The driver of served speed, over engines that are small scripts: order of questions, rows, resumption, failures, intervals."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_dist.bench.engines import STUDENT, Ledger, Plan, interval, measure, write_model
+
+# Answers as an engine would: moe_dist is a fifth faster, and each pair is noisy in the same way. FAIL names a backend that fails at start.
+FAKE = """
+import json, sys
+spec = json.loads(sys.argv[1])
+ours = spec["backend"] == "moe_dist"
+said = open(LOG, "a")
+tick = 0
+print(json.dumps({"loaded": True}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    what = asked["do"]
+    print(spec["backend"], what, asked.get("batch", ""), file=said, flush=True)
+    if what == "end":
+        break
+    if what == "start" and spec["backend"] == FAIL:
+        print("the reason lies here", file=sys.stderr, flush=True)
+        print(json.dumps({"error": "RuntimeError: no card"}), flush=True)
+        continue
+    worker = {"rank": 0, "experts": ["X"], "layers": 2, "kv_tokens": 990 if ours else 1000, "executed": {"eager": 3}}
+    if ours:
+        worker |= {"epoch": "e", "measured": 7, "tuning_seconds": 1.5, "lines": ["a line"],
+                   "buckets": [{"own": True}, {"own": True}, {"own": True}, {"own": False}]}
+    tick += 1
+    speed = (1.2 if ours else 1.0) * (1 + 0.001 * (tick % 3))
+    answer = {
+        "start": {"seconds": 2.0, "workers": [worker, worker]},
+        "report": [worker],
+        "generate": {"seconds": 1.0, "tokens_per_s": 100 * speed, "itl_us": 1000 / speed, "tokens": [[1, 2, 3 if ours else 4]] * 8},
+        "moe_us": [{"tokens": count, "us": 500.0 * count, "own": count < 100 if ours else None} for count in asked.get("counts", [])],
+        "profile": {"moe_share": 0.5, "top": []},
+    }[what]
+    print(json.dumps({"answer": answer}), flush=True)
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Any:
+    def made(fail: str = "", **fields: Any) -> Plan:
+        script = tmp_path / "fake.py"
+        script.write_text(f"LOG, FAIL = {str(tmp_path / 'said')!r}, {fail!r}\n{FAKE}")
+        fields = {"dtypes": ["bf16"], "modes": ["eager"], "batches": [1], "pairs": 5, "layers": 2, **fields}
+        return Plan(process=[sys.executable, str(script)], store=tmp_path / "store", logs=tmp_path / "logs", **fields)
+
+    return made
+
+
+def said(folder: Path) -> list[str]:
+    return (folder / "said").read_text().splitlines()
+
+
+def test_a_cell_has_its_ratio_its_shares_and_what_its_engines_are(plan: Any, tmp_path: Path) -> None:
+    notes: list[str] = []
+    ledger = Ledger(tmp_path / "rows.json")
+    assert measure(plan(), ledger, notes.append) == []
+    (cell,) = ledger.tables["cells"]
+    assert (cell["dtype"], cell["mode"], cell["tp"], cell["ep"], cell["batch"], cell["pairs"]) == ("bf16", "eager", 1, 1, 1, 5)
+    assert cell["throughput_ratio"] == cell["latency_ratio"] == pytest.approx(1.2, abs=0.01)  # above 1 is better, in both
+    assert cell["throughput_interval"][0] < 1.2 < cell["throughput_interval"][1]
+    # A batch of 1: one prefill of 128 tokens, not ours, and 255 steps of one token, ours.
+    assert cell["own_time_share"] == pytest.approx(255 / (255 + 128), abs=1e-4)
+    assert cell["moe_time_share"] == pytest.approx(0.5, abs=0.01)
+    assert (cell["own_bucket_share"], cell["tuning_seconds"], cell["kv_tokens"], cell["kv_tokens_auto"]) == (0.75, 1.5, 990, 1000)
+    (tokens,) = ledger.tables["tokens"]
+    assert (tokens["first_equal"], tokens["of"], tokens["mean_prefix"]) == (8, 8, 2.0)
+    assert any("a line" in note for note in notes)
+
+
+def test_pairs_alternate_and_profiles_come_last(plan: Any, tmp_path: Path) -> None:
+    measure(plan(batches=[1, 4]), Ledger(tmp_path / "rows.json"), lambda line: None)
+    asked = [line for line in said(tmp_path) if "generate 1" in line]
+    assert [line.split()[0] for line in asked[2:]] == ["auto", "moe_dist", "moe_dist", "auto"] * 2 + ["auto", "moe_dist"]
+    first = said(tmp_path).index("auto profile 1")
+    assert not any("generate" in line for line in said(tmp_path)[first:])
+
+
+def test_a_run_that_was_cut_measures_what_is_missing(plan: Any, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    measure(plan(), Ledger(rows), lambda line: None)
+    (tmp_path / "said").unlink()
+    measure(plan(batches=[1, 4]), Ledger(rows), lambda line: None)
+    assert [cell["batch"] for cell in json.loads(rows.read_text())["cells"]] == [1, 4]
+    assert not any("generate 1" in line or "profile 1" in line for line in said(tmp_path))
+    (tmp_path / "said").unlink()
+    assert measure(plan(batches=[1, 4]), Ledger(rows), lambda line: None) == []
+    assert not (tmp_path / "said").exists()  # nothing is missing, so no engine is started
+
+
+def test_an_engine_that_fails_is_a_line_with_its_log_and_the_others_are_measured(plan: Any, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "rows.json")
+    (failure,) = measure(plan(fail="auto"), ledger, lambda line: None)
+    assert "RuntimeError: no card" in failure
+    assert "the reason lies here" in failure
+    assert "cells" not in ledger.tables
+    assert [row["backend"] for row in ledger.tables["starts"]] == ["moe_dist"]
+
+
+def test_dtypes_are_shared_out_over_cards(plan: Any, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "rows.json")
+    measure(plan(dtypes=["bf16", "fp8"], cards=[0, 1]), ledger, lambda line: None)
+    assert {cell["dtype"] for cell in ledger.tables["cells"]} == {"bf16", "fp8"}
+
+
+def test_interval_is_student_s_over_logarithms() -> None:
+    mean, low, high = interval([1.0, 1.1, 1.21, 1.1, 1.1])
+    half = STUDENT[3] * math.log(1.1) * math.sqrt(0.5) / math.sqrt(5)  # deviations -1, 0, 1, 0, 0 steps of 10%: variance 2/4
+    assert mean == pytest.approx(1.1)
+    assert (low, high) == pytest.approx((1.1 * math.exp(-half), 1.1 * math.exp(half)))
+
+
+def test_the_model_keeps_the_share_of_its_layers(tmp_path: Path) -> None:
+    """16 of 48 layers get a third of the words; fp8 leaves all but the experts alone."""
+    config = json.loads((write_model(tmp_path, "fp8", 16) / "config.json").read_text())
+    assert config["vocab_size"] == 151936 * 16 // 48 // 64 * 64
+    assert config["num_hidden_layers"] == 16
+    skipped = config["quantization_config"]["modules_to_not_convert"]
+    assert "model.layers.15.self_attn.q_proj" in skipped
+    assert "model.layers.15.mlp.gate" in skipped
+    assert not any("experts" in name for name in skipped)
+    assert "quantization_config" not in json.loads((write_model(tmp_path, "bf16", 16) / "config.json").read_text())
