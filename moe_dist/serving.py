@@ -157,8 +157,9 @@ class ServedModel:
             ) as tuner:  # fmt: skip
                 for served in self._layers:
                     tuner.record(self._operation(served))
-                for policy, buckets in passes:
-                    measured += tuner.run_pass(buckets, policy=policy, measure=settings.tune == "tune").measured
+                for index, (policy, buckets) in enumerate(passes):
+                    later = [bucket for _, others in passes[index + 1 :] for bucket in others]
+                    measured += tuner.run_pass(buckets, policy=policy, measure=settings.tune == "tune", ahead=later).measured
             self.epoch = tuner.epoch
             for served in self._layers:
                 served.layer.tuner = tuner
