@@ -34,7 +34,13 @@ TUNER_PARTS = (
     "moe_dist.stores",
     "moe_dist.distributed",
 )
-PASS_PARTS = ("moe_dist.tuning.pass_terms", "moe_dist.tuning.adoption", "moe_dist.tuning.rounds", "moe_dist.tuning.apart")
+PASS_PARTS = (
+    "moe_dist.tuning.pass_terms",
+    "moe_dist.tuning.misses",
+    "moe_dist.tuning.adoption",
+    "moe_dist.tuning.rounds",
+    "moe_dist.tuning.apart",
+)
 CORE = (
     *LEAVES,
     *TUNER_PARTS,
@@ -60,7 +66,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(TUNER_PARTS[1:], (*LEAVES, "moe_dist.tuning.policy")),
     # A pass, from its words up; then tuner.py and context.py.
     "moe_dist.tuning.pass_terms": (*LEAVES, *TUNER_PARTS),
-    "moe_dist.tuning.adoption": (*LEAVES, *TUNER_PARTS),
+    "moe_dist.tuning.misses": (*LEAVES, *TUNER_PARTS),
+    "moe_dist.tuning.adoption": (*LEAVES, *TUNER_PARTS, "moe_dist.tuning.misses"),
     "moe_dist.tuning.rounds": (*LEAVES, *TUNER_PARTS, "moe_dist.tuning.pass_terms", "moe_dist.tuning.adoption"),
     "moe_dist.tuning.apart": (*LEAVES, *TUNER_PARTS, "moe_dist.tuning.pass_terms", "moe_dist.tuning.rounds"),
     "moe_dist.tuning.tune_pass": (*LEAVES, *TUNER_PARTS, *PASS_PARTS),
@@ -86,16 +93,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "moe_dist.serving": (*CORE, "moe_dist.settings"),
     "moe_dist.interop": (*LEAVES, "moe_dist.backends"),
-    "moe_dist.framework": ("moe_dist.interop", "moe_dist.serving", "moe_dist.settings"),
     "moe_dist.bench": (*CORE, "moe_dist.interop", "moe_dist.settings"),
     "moe_dist.repro": (*CORE, "moe_dist.bench.components"),
     "moe_dist.cli": (*CORE, "moe_dist.interop", "moe_dist.settings", "moe_dist.bench", "moe_dist"),
     "moe_dist.tune": ("moe_dist.cli",),
     "moe_dist": (*CORE, "moe_dist.bench.components", "moe_dist.repro"),  # the public names
-    **dict.fromkeys(
-        ("moe_dist_vllm", "moe_dist_sglang"),
-        ("moe_dist", "moe_dist.serving", "moe_dist.settings", "moe_dist.framework", "moe_dist.interop"),
-    ),
+    **dict.fromkeys(("moe_dist_vllm", "moe_dist_sglang"), ("moe_dist", "moe_dist.serving", "moe_dist.settings")),
 }
 LIGHT = ("triton", "redis", "vllm", "sglang")  # what the core's import never loads
 

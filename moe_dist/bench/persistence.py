@@ -1,105 +1,148 @@
-"""What stores cost: attaching one with thousands of entries, and reloading an epoch of a thousand winners.
+"""What stores cost: attaching one with thousands of entries, and reloading an epoch of a thousand winners on two ranks.
 
-Owns the clock and the made-up entries; whoever calls `measure_stores` prints and keeps the rows.
+Owns the clock and the made-up entries; what is done between its ticks is what a tuner does. cli and tests import this.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from moe_dist.backends.base import MoEProblem
-from moe_dist.config import ExpertConfig, MoEConfig, RoutingConfig
-from moe_dist.errors import StoreError
-from moe_dist.stores.codec import decode_epoch, encode_entry, encode_epoch
-from moe_dist.stores.open import open_store
-from moe_dist.tuning.problem import Bucket, Cell, Entry, Epoch, Tactic, Timed, Winner, pack
+import torch
 
-ATTACH_LIMIT_S = 0.5  # 10,000 entries
-RELOAD_LIMIT_S = 0.05  # 1,000 winners
+from moe_dist.backends.base import MoEProblem
+from moe_dist.bench.ranks import Rank, run_ranks
+from moe_dist.config import ExpertConfig, MoEConfig, RoutingConfig
+from moe_dist.distributed import epoch
+from moe_dist.errors import StoreError
+from moe_dist.stores.codec import decode_entry, encode_entry, encode_epoch
+from moe_dist.stores.open import open_store
+from moe_dist.tuning.identity import Environment, Key, build_environment
+from moe_dist.tuning.problem import Bucket, Cell, Entry, Epoch, ProbeSpec, Tactic, Timed, Winner, pack
+from moe_dist.tuning.tuner import Tuner
+
+STORES = ("file", "redis", "layered")
+ENTRIES, WINNERS = 10_000, 1_000
+LIMITS_S = {"attach": (ENTRIES, 0.5), "reload": (WINNERS, 0.05)}  # what is measured: of how many, and the bar in seconds
+RANKS = 2
+_TICK_S = 0.25  # a reload starts with one of these, on all ranks alike
 _BUCKETS = [Bucket(1, 1), *(Bucket((1 << power) + 1, 2 << power) for power in range(14))]
 
 
-def measure_stores(urls: Sequence[str], *, entries: int = 10_000, winners: int = 1_000, repeats: int = 5) -> list[dict[str, Any]]:
-    """Two rows a store, "attach" and "reload", in seconds: median and worst of `repeats`. Leaves the stores as they were.
-
-    attach: open the URL, list one environment's entries, read them all. reload: open it, read an epoch, decode it and digest its
-    table, as a rank of a group does. StoreError: a store takes no writes, or does not give them back.
-    """
-    cells, encoded = _made_up(max(entries, winners))
-    return [row for url in urls for row in _measure_store(url, cells, encoded, entries, winners, repeats)]
-
-
-def _measure_store(
-    url: str, cells: dict[Cell, Winner], encoded: list[bytes], entries: int, winners: int, repeats: int
+def stores_table(
+    urls: Sequence[str],
+    *,
+    entries: int = ENTRIES,
+    winners: int = WINNERS,
+    repeats: int = 15,
+    note: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
+    """Two rows a store, "attach" and "reload": seconds, median and worst of `repeats`, and the machine's load. Leaves the stores as they were.
+
+    attach: open the URL, list one environment's entries, read and decode them all. reload: `Tuner.reload` of a group of two, from its
+    call to its return, on the slower rank. StoreError: a store takes no writes, or does not give them back.
+    """
+    made = _made_up(entries, build_environment(torch.device("cpu")))
+    rows = []
+    for url in urls:
+        rows += [_attach_row(url, made, repeats), _reload_row(url, winners, repeats)]
+        note("; ".join(f"{row['what']} from {row['store']} in {row['median_s']:.3f} s" for row in rows[-2:]))
+    return rows
+
+
+def _row(url: str, what: str, count: int, seconds: list[float]) -> dict[str, Any]:
+    store = open_store(url)
+    store.close()
+    median, (_, limit_s) = statistics.median(seconds), LIMITS_S[what]
+    return {
+        "store": store.url.partition(":")[0], "what": what, "count": count, "median_s": round(median, 4), "worst_s": round(max(seconds), 4),
+        "limit_s": limit_s, "holds": median < limit_s, "load": round(os.getloadavg()[0], 1),
+    }  # fmt: skip
+
+
+def _attach_row(url: str, made: list[tuple[Cell, Winner, Key, bytes]], repeats: int) -> dict[str, Any]:
     folder = f"bench/{uuid.uuid4().hex}"
-    values = {f"{folder}/{number:08d}": value for number, value in enumerate(encoded)}
-    epoch = Epoch(1, "bench", dict(list(cells.items())[:winners]))
     store = open_store(url)
     try:
-        for key in list(values)[:entries]:
-            store.put(key, values[key])
-        if not store.put(f"{folder}/epoch/1", encode_epoch(epoch, dict(list(values.items())[:winners]))):
-            raise StoreError(f"store {store.url} takes no writes: {store.degraded or 'it is not durable'}")
-        attach = [_timed(lambda: _attach(url, folder, entries + 1)) for _ in range(repeats)]
-        reload = [_timed(lambda: _reload(url, f"{folder}/epoch/1", epoch.digest)) for _ in range(repeats)]
+        for number, (_, _, _, value) in enumerate(made):
+            if not store.put(f"{folder}/{number:08d}", value):
+                raise StoreError(f"store {store.url} takes no writes: {store.degraded or 'it is not durable'}")
+        seconds = [_attach(url, folder, len(made)) for _ in range(repeats)]
     finally:
         for key in store.list(folder):
             store.delete(key)
         store.close()
-    shown = {"store": store.url.partition(":")[0], "value_bytes": len(encoded[0])}
-    return [
-        {**shown, "what": "attach", "count": entries, **_summary(attach), "limit_s": ATTACH_LIMIT_S},
-        {**shown, "what": "reload", "count": winners, **_summary(reload), "limit_s": RELOAD_LIMIT_S},
-    ]
+    return _row(url, "attach", len(made), seconds)
 
 
-def _attach(url: str, folder: str, count: int) -> None:
+def _attach(url: str, folder: str, count: int) -> float:
+    began = time.perf_counter()
     store = open_store(url)
-    found = store.get_many(store.list(folder))
+    found = {key: decode_entry(value) for key, value in store.get_many(store.list(folder)).items()}
+    took = time.perf_counter() - began
     store.close()
     if len(found) != count:
-        raise StoreError(f"{len(found)} of {count} values came back from {store.url}")
+        raise StoreError(f"{len(found)} of {count} entries came back from {store.url}")
+    return took
 
 
-def _reload(url: str, key: str, digest: str) -> None:
+def _reload_row(url: str, winners: int, repeats: int) -> dict[str, Any]:
+    deployment = f"bench-{uuid.uuid4().hex}"
+    try:
+        with tempfile.TemporaryDirectory(prefix="moe-dist-stores-") as folder:
+            outcomes = run_ranks(_reload, RANKS, Path(folder), url, deployment, winners, repeats, deadline=300.0)
+    finally:
+        store = open_store(url)
+        for key in store.list(epoch.folder(deployment)):
+            store.delete(key)
+        store.close()
+    for outcome in outcomes:
+        if outcome.error:
+            raise StoreError(f"a reload from {store.url} ended in {outcome.error}: {outcome.message}")
+    return _row(url, "reload", winners, [max(took) for took in zip(*(outcome.value for outcome in outcomes), strict=True)])
+
+
+def _reload(rank: Rank, url: str, deployment: str, winners: int, repeats: int) -> list[float]:
+    """On a rank: the first one publishes the epoch, then all reload it again and again."""
     store = open_store(url)
-    value = store.get(key)
+    seconds = []
+    with Tuner(store=store, group=rank.group(), deployment=deployment, device="cpu") as tuner:
+        if rank.index == 0:
+            made = _made_up(winners, tuner.environment)
+            table = Epoch(1, deployment, {cell: winner for cell, winner, _, _ in made})
+            if not epoch.publish(store, deployment, 1, encode_epoch(table, {key.path: value for _, _, key, value in made})):
+                raise StoreError(f"it takes no writes: {store.degraded or 'it is not durable'}")
+            rank.mark("published")
+        rank.wait("published")
+        for _ in range(repeats):
+            time.sleep(_TICK_S - time.monotonic() % _TICK_S)
+            began = time.perf_counter()
+            adopted = tuner.reload()
+            seconds.append(time.perf_counter() - began)
+            if not adopted or len(tuner.epoch.winners) != winners:
+                raise StoreError("the epoch did not come back")
     store.close()
-    if value is None or decode_epoch(value)[0].digest != digest:
-        raise StoreError(f"the epoch did not come back from {store.url}")
+    return seconds
 
 
-def _timed(action: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
-
-
-def _summary(seconds: list[float]) -> dict[str, float]:
-    return {"median_s": statistics.median(seconds), "worst_s": max(seconds)}
-
-
-def _made_up(count: int) -> tuple[dict[Cell, Winner], list[bytes]]:
-    """Cells of MoE problems that differ in their expert count, one winner each, and their entries, of a real size."""
-    cells: dict[Cell, Winner] = {}
-    entries = []
-    time_ = Timed(12.5, 0.25, 40)
-    default = Tactic.of("torch_grouped")
-    environment = dict.fromkeys(("gpu", "driver", "cuda", "torch", "triton", "release", "kernels", "foreign"), "0123456789abcdef")
-    while len(cells) < count:
-        routing = RoutingConfig(num_experts=8 + len(cells), top_k=8)
-        problem = MoEProblem.of(
-            MoEConfig(routing=routing, experts=ExpertConfig(hidden_size=7168, intermediate_size=2048)), routed=False
-        ).key()
-        for bucket in _BUCKETS:
+def _made_up(count: int, environment: Environment) -> list[tuple[Cell, Winner, Key, bytes]]:
+    """Cells of MoE problems that differ in their expert count, the winner of each, and its entry of a real size."""
+    made: list[tuple[Cell, Winner, Key, bytes]] = []
+    time_, default = Timed(12.5, 0.25, 40), Tactic.of("torch_grouped")
+    while len(made) < count:
+        routing = RoutingConfig(num_experts=8 + len(made), top_k=8)
+        experts = ExpertConfig(hidden_size=7168, intermediate_size=2048)
+        problem = MoEProblem.of(MoEConfig(routing=routing, experts=experts), routed=False).key()
+        for bucket in _BUCKETS[: count - len(made)]:
             cell = Cell(problem, "cuda_graph", bucket)
-            tactic = Tactic.of("triton", block_m=16 << (len(cells) % 4), block_n=128, block_k=64, num_warps=8, num_stages=4, swap_ab=False)
-            cells[cell] = Winner(tactic, time_.median_us, default, 20.0, "epoch")
-            key = pack(["Key", environment, cell, "events"])
-            entries.append(encode_entry(Entry(key, tactic, time_, default, time_, {"host": "node1", "pid": "4711"})))
-    return cells, entries
+            tactic = Tactic.of("triton", block_m=16 << (len(made) % 4), block_n=128, block_k=64, num_warps=8, num_stages=4, swap_ab=False)
+            key = Key(environment=environment, cell=cell, policy="cuda_graph", objective="max", probe=ProbeSpec())
+            entry = Entry(pack(key.canonical()), tactic, time_, default, time_, {"host": "node1", "pid": "4711"})
+            made.append((cell, Winner(tactic, time_.median_us, default, 20.0, "epoch"), key, encode_entry(entry)))
+    return made

@@ -19,13 +19,16 @@ from rich.table import Table
 
 from moe_dist.bench.agreement import ARMS, UNPROTECTED
 from moe_dist.bench.faults import FAULTS
+from moe_dist.bench.persistence import LIMITS_S
 from moe_dist.tuning.policy import STRATEGIES
 
 LOOKUP_BAR_NS = 1000
 DIVERGED_FIELDS = ("strategy", "ranks", "keys", "calls", "diverged", "seconds")
 FAULT_FIELDS = (
-    "phase", "fault", "strategy", "outcome", "collective", "seconds", "deadline_seconds", "expected", "previous_epoch", "restart"
+    "phase", "fault", "strategy", "outcome", "seconds", "deadline_seconds", "expected", "previous_epoch", "restart"
 )  # fmt: skip
+
+STORE_FIELDS = ("store", "what", "count", "median_s", "worst_s", "limit_s", "holds", "load")
 
 
 def document(command: str, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
@@ -85,7 +88,7 @@ def diverged_objections(rows: Sequence[Mapping[str, Any]], ranks: Iterable[int],
 
 def fault_objections(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is missing or wrong in a fault matrix: every fault in every strategy once, the outcome that it must have on all
-    survivors, what a collective call comes to then, inside the deadline, with the previous epoch intact, and healed by a restart."""
+    survivors, inside the deadline, with the previous epoch intact, and healed by a restart."""
     found = _doubles(rows, ("phase", "fault", "strategy"))
     held = {(row["phase"], row["fault"], row["strategy"]): row for row in rows}
     for fault in FAULTS:
@@ -98,8 +101,6 @@ def fault_objections(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             found += [f"{where}: no field {name}" for name in FAULT_FIELDS if name not in row]
             if row.get("outcome") != fault.outcome:
                 found.append(f"{where}: {row.get('outcome')}, not {fault.outcome}")
-            if row.get("collective") != fault.collective:
-                found.append(f"{where}: then a collective call was {row.get('collective')}, not {fault.collective}")
             if not row.get("seconds", 1e9) <= row.get("deadline_seconds", 0):
                 found.append(f"{where}: {row.get('seconds')} s, past its deadline of {row.get('deadline_seconds')} s")
             if row.get("previous_epoch") != "intact":
@@ -114,6 +115,29 @@ def lookup_objections(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"{row['part']} takes {row['nanoseconds']} ns; the bar is {LOOKUP_BAR_NS}" for row in rows if row["nanoseconds"] >= LOOKUP_BAR_NS
     ]
+
+
+def store_objections(rows: Sequence[Mapping[str, Any]], stores: Iterable[str]) -> list[str]:
+    """What is missing or wrong in a table of stores: attaching and reloading once for each of `stores`, of the size that the bar
+    is for, and in median below it."""
+    found = _doubles(rows, ("store", "what"))
+    held = {(row["store"], row["what"]): row for row in rows}
+    for store in stores:
+        for what, (count, limit_s) in LIMITS_S.items():
+            row = held.get((store, what))
+            where = f"{what} from {store}"
+            if row is None:
+                found.append(f"no row for {where}")
+                continue
+            found += [f"{where}: no field {name}" for name in STORE_FIELDS if name not in row]
+            if row.get("count") != count:
+                found.append(f"{where}: of {row.get('count')}, not {count}")
+            holds = row.get("median_s", 1e9) < limit_s
+            if row.get("holds") is not holds or row.get("limit_s") != limit_s:
+                found.append(f"{where}: {row.get('median_s')} s against {row.get('limit_s')} s is said to hold: {row.get('holds')}")
+            if not holds:
+                found.append(f"{where}: {row.get('median_s')} s; the bar is {limit_s} s")
+    return found
 
 
 def _doubles(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:

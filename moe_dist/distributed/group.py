@@ -13,6 +13,7 @@ import dataclasses
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -422,12 +423,19 @@ class RankGroup:
         raise PassAborted(f"pass {self._pass} was committed by others while this rank was still in it", [self.names[self.rank]])
 
 
+_Work = queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None]
+
+
 class _Requests:
-    """One daemon thread that talks to the rendezvous, so that a server that stops answering can hold neither a rank nor its exit."""
+    """One daemon thread that talks to the rendezvous, so that a server that stops answering can hold neither a rank nor its exit.
+
+    It ends with `close`, and with the group that nobody holds any more: a tuner that outlives its `autotune` block is rarely closed.
+    """
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="moe_dist-rendezvous", daemon=True).start()
+        self._work: _Work = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._work,), name="moe_dist-rendezvous", daemon=True).start()
+        weakref.finalize(self, self._work.put, None).atexit = False
 
     def call(self, request: Callable[[], T], timeout_s: float) -> T:
         """What `request` returns or raises. TimeoutError: it did neither in time."""
@@ -444,13 +452,15 @@ class _Requests:
     def close(self) -> None:
         self._work.put(None)
 
-    def _serve(self) -> None:
-        while (item := self._work.get()) is not None:
-            request, answer = item
-            try:
-                answer.put((request(), None))
-            except BaseException as error:  # handed to the caller, whatever it is
-                answer.put((None, error))
+
+def _serve(work: _Work) -> None:
+    while (item := work.get()) is not None:
+        request, answer = item
+        try:
+            answer.put((request(), None))
+        except BaseException as error:  # handed to the caller, whatever it is
+            answer.put((None, error))
+        del item, request, answer  # the closure holds the group
 
 
 def _store_of(group: dist.ProcessGroup) -> Store:

@@ -13,7 +13,9 @@ from typing import Protocol, runtime_checkable
 
 from moe_dist.errors import StoreError
 
-SEGMENT = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")  # with a suffix still a file name of at most 255 bytes
+_SEGMENT = r"[a-z0-9][a-z0-9._-]{0,199}"  # with a suffix still a file name of at most 255 bytes
+SEGMENT = re.compile(_SEGMENT)
+KEY = re.compile(f"{_SEGMENT}(?:/{_SEGMENT})*")
 MAX_KEY_CHARS = 512
 MAX_VALUE_BYTES = 64 << 20
 
@@ -57,7 +59,7 @@ class Store(Protocol):
 
 def check_key(key: str) -> str:
     """StoreError: `key` is no store key."""
-    if len(key) > MAX_KEY_CHARS or not all(SEGMENT.fullmatch(segment) for segment in key.split("/")):
+    if len(key) > MAX_KEY_CHARS or not KEY.fullmatch(key):
         raise StoreError(
             f"{key[:MAX_KEY_CHARS]!r} is no store key: use segments of a-z, 0-9, '.', '_', '-' joined by '/', "
             f"at most 200 characters each and {MAX_KEY_CHARS} in all"

@@ -29,6 +29,8 @@ MAX_EPOCH_BYTES = 64 << 20  # 10,000 entries of a typical 2 KiB, three times ove
 
 _T = TypeVar("_T")
 _ENTRY_FIELDS = ["v", "kind", "key", "tactic", "time", "default", "default_time", "provenance"]
+# What every map ends with: the field's name, and the head of 16 bytes, which follow.
+_TAIL: bytes = msgpack.packb("digest") + b"\xc4\x10"
 _EPOCH_FIELDS = ["v", "kind", "number", "deployment", "problems", "tactics", "winners", "entries"]
 
 
@@ -135,8 +137,7 @@ def decode_epoch(data: bytes, *, deployment: str | None = None, number: int | No
 def _seal(body: dict[str, Any], limit: int) -> bytes:
     content: bytes = msgpack.packb(body, use_bin_type=True)
     # The same map with one field more: a map of up to 15 fields begins with the byte 0x80 + their number.
-    tail: bytes = msgpack.packb("digest") + msgpack.packb(hashlib.sha256(content).digest()[:16], use_bin_type=True)
-    data = bytes([content[0] + 1]) + content[1:] + tail
+    data = b"%c%b%b%b" % (content[0] + 1, content[1:], _TAIL, hashlib.sha256(content).digest()[:16])
     if len(data) > limit:
         raise ValueError(f"{body.get('kind')} of {len(data)} bytes; the limit is {limit}")
     return data

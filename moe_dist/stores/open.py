@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import urllib.parse
 
 from moe_dist.errors import StoreError
@@ -34,7 +35,7 @@ def open_store(url: str) -> Store:
     if scheme == "file":
         parts = urllib.parse.urlsplit(url)
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-            raise StoreError(f"store URL file:{parts.path!r} names no local path; write file:///absolute/path")
+            raise StoreError("a store URL that begins with file: names no local path; write file:///absolute/path")
         return FilesystemStore(urllib.parse.unquote(parts.path))
     if scheme in REDIS_SCHEMES and rest.startswith("//"):
         return RedisStore.from_url(url)
@@ -45,4 +46,5 @@ def open_store(url: str) -> Store:
         if not comma:
             raise StoreError("a layered store needs two, the local one first: layered:/local/directory,redis://host:6379/0")
         return LayeredStore(open_store(local), open_store(shared))
-    raise StoreError(f"store scheme {scheme + colon!r} is unknown; use one of {', '.join(FORMS)}")
+    shown = repr(scheme + colon) if re.fullmatch("[A-Za-z+.-]+", scheme) else "'...'"  # else it may be a piece of a password with a comma
+    raise StoreError(f"store scheme {shown} is unknown; use one of {', '.join(FORMS)}")

@@ -27,7 +27,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from moe_dist.errors import StoreError
-from moe_dist.stores.base import SEGMENT
+from moe_dist.stores.base import KEY
 from moe_dist.stores.degrade import DegradingStore, Unavailable
 
 SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
@@ -68,18 +68,22 @@ class RedisAddress:
         scheme, _, rest = url.partition("://")
         where, _, query = rest.partition("?")
         login, _, place = where.rpartition("@")
-        if "@" in query:
-            raise StoreError(f"store URL {scheme}://...: a '?' inside a user or password must be written %3F")
+        # Without a login only the beginning is shown, and nothing of what can't be hosts: it may be a login whose host was forgotten.
+        shown = place if login or place.startswith("/") else re.split("[:/,]", place)[0]
+        shown = shown if re.fullmatch(r"[A-Za-z0-9._:/,\[\]-]*", shown) else "..."
 
         def wrong(what: str) -> StoreError:
-            return StoreError(f"store URL {scheme}://{place}: {what}")
+            return StoreError(f"store URL {scheme}://{shown}: {what}")
 
+        if "@" in query:
+            raise StoreError(f"store URL {scheme}://...: a '?' inside a user or password must be written %3F")
         if scheme not in SCHEMES:
             raise wrong(f"the scheme is none of {', '.join(SCHEMES)}")
         base, _, kind = scheme.partition("+")
         given = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
         if unknown := sorted(set(given) - set(PARAMETERS)):
-            raise wrong(f"unknown parameter {', '.join(unknown)}; known are {', '.join(PARAMETERS)}")
+            named = [name for name in unknown if f"{name}=" in query]  # the rest may be the end of a password with a '?'
+            raise wrong(f"unknown parameter {', '.join(named) or 'without a value'}; known are {', '.join(PARAMETERS)}")
         user, _, password = (urllib.parse.unquote(word) for word in login.partition(":"))
         hosts, _, path = place.partition("/")
         service, _, db = path.partition("/") if kind == "sentinel" else ("", "", path)
@@ -252,7 +256,7 @@ class RedisStore(DegradingStore):
         """None: a key of somebody else that looks like ours."""
         folder, closing, last = name.decode("ascii", "replace").removeprefix(f"{self._prefix}:{{").rpartition("}/")
         key = f"{folder}/{last}" if folder else last
-        return key if closing and all(SEGMENT.fullmatch(segment) for segment in key.split("/")) else None
+        return key if closing and KEY.fullmatch(key) else None
 
     def _chunks(self, keys: list[str]) -> Iterator[list[str]]:
         groups: dict[str, list[str]] = {}
@@ -297,7 +301,7 @@ def _mget(names: list[str], client: Any) -> list[bytes | None]:
 
 def _host_port(text: str, default_port: int) -> tuple[str, int]:
     """ValueError: no host, or the port is no port."""
-    matched = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]/]+))(?::(\d{1,5}))?", text)
+    matched = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::(\d{1,5}))?", text)
     if not matched or not 0 < int(matched[3] or default_port) < 65536:
         raise ValueError("no host and port")
     return matched[1] or matched[2], int(matched[3] or default_port)

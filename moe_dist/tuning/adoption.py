@@ -14,10 +14,11 @@ from moe_dist.distributed.group import RankGroup
 from moe_dist.distributed.symmetric import Arena, Refused, reserve
 from moe_dist.errors import PassAborted
 from moe_dist.stores.base import Store
-from moe_dist.stores.codec import Malformed, decode_entry, decode_epoch
+from moe_dist.stores.codec import Malformed, decode_epoch
 from moe_dist.tuning.identity import Environment
+from moe_dist.tuning.misses import differences, environment_of
 from moe_dist.tuning.pins import Pins
-from moe_dist.tuning.problem import Cell, Epoch, Operation, Problem, Tactic, unpack
+from moe_dist.tuning.problem import Cell, Epoch, Operation, Problem, Tactic
 
 log = logging.getLogger("moe_dist.tuning")
 
@@ -80,17 +81,14 @@ def adopt_newest(
 
 def _why_not(found: Committed, environment: Environment, records: Mapping[Problem, Operation]) -> str | None:
     """Why this rank can't serve the epoch; None: it can."""
+    here = f"{environment.folder}/"
     for path, entry in found.entries.items():
-        if path.startswith(f"{environment.folder}/"):
+        if path.startswith(here):
             continue
         try:
-            key = unpack(decode_entry(entry).key)
+            return f"it was tuned in another environment: {differences(environment_of(entry), environment)}"
         except Malformed as error:
             return str(error)
-        differing = environment.differences(Environment.from_plain(dict(dict(key[1])["environment"][1])))
-        return "it was tuned in another environment: " + "; ".join(
-            f"{name} {theirs!r}, here {ours!r}" for name, (ours, theirs) in differing.items()
-        )
     for cell, winner in found.epoch.winners.items():
         operation = records.get(cell.problem)
         if operation is not None and (reason := operation.why_not(winner.tactic, cell.bucket)) is not None:

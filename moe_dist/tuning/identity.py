@@ -41,7 +41,7 @@ class Environment:
     host_threads: int
     backends: tuple[tuple[str, str], ...] = ()
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         return digest(self)
 
@@ -107,6 +107,7 @@ def build_environment(device: torch.device, versions: Mapping[str, str] | None =
     )
 
 
+@functools.cache
 def _version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
@@ -114,6 +115,7 @@ def _version(distribution: str) -> str:
         return "absent"
 
 
+@functools.cache
 def _cpu_name() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -65,9 +65,9 @@ def digest(value: Any) -> str:
     return hashlib.sha256(value if isinstance(value, bytes) else pack(value)).hexdigest()[:32]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """Everything that fixes the work except the token count; the same on every rank of a group.
+    """Everything that fixes the work except the token count; the same on every rank of a group. Equal where its bytes are.
 
     operation: the operation's registered name. fields: canonical pairs (see `Problem.of`).
     """
@@ -84,6 +84,12 @@ class Problem:
     def packed(self) -> bytes:
         """`pack` of this problem, computed once: a table of a thousand cells has few problems."""
         return pack(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Problem) and self.packed == other.packed)
+
+    def __hash__(self) -> int:
+        return hash(self.packed)  # bytes keep theirs; that of nested fields would be computed at each look into a table
 
     @classmethod
     def from_packed(cls, packed: bytes) -> Problem:
@@ -364,11 +370,14 @@ class Epoch:
         found = {cell.bucket: winner for cell, winner in self.winners.items() if cell.problem == problem and cell.mode == mode}
         return dict(sorted(found.items()))
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """Equal on all ranks exactly when they serve the same tactics for the same cells."""
+        # Few problems and tactics, and many cells of them: each is put into its plain form once.
+        problems = {packed: digest(packed) for packed in {cell.problem.packed for cell in self.winners}}
+        tactics = {id(winner.tactic): winner.tactic.to_plain() for winner in self.winners.values()}
         rows = [
-            [digest(cell.problem.packed), cell.mode, cell.bucket.low, cell.bucket.high, winner.tactic.to_plain()]
+            [problems[cell.problem.packed], cell.mode, cell.bucket.low, cell.bucket.high, tactics[id(winner.tactic)]]
             for cell, winner in self.winners.items()
         ]
         content: bytes = msgpack.packb([self.deployment, sorted(rows, key=lambda row: row[:4])], use_bin_type=True)

@@ -27,6 +27,7 @@ from moe_dist.stores.open import open_store
 from moe_dist.tuning.adoption import adopt_newest
 from moe_dist.tuning.identity import Environment, build_environment
 from moe_dist.tuning.journal import Journal
+from moe_dist.tuning.misses import why_nothing_fits
 from moe_dist.tuning.pass_terms import PassOutcome, PassSettings, ProgressEvent
 from moe_dist.tuning.pins import Pin, Pins
 from moe_dist.tuning.policy import OBJECTIVES, STRATEGIES, MeasurementPolicy
@@ -125,6 +126,7 @@ class Tuner:
         self._on_progress = on_progress or (lambda event: None)
         self._records: dict[Problem, Operation] = {}
         self._memory: dict[str, bytes] = {}
+        self._explained = False
         self._closed = False
         # Last, so that nothing can fail once the ranks are claimed.
         self._group = _rank_group(group, progress_timeout, cap)
@@ -163,6 +165,10 @@ class Tuner:
             name = self._group.names[self._group.rank]
             with self._group.open_pass():  # all ranks raise it
                 raise PassAborted(f"rank {name}: {reason}", [name])
+        if measure and not self._explained and self._group.is_leader:
+            self._explained = True
+            if (reason := why_nothing_fits(self.store, self.environment)) is not None:
+                log.warning("store %s %s", self.store.url, reason)
         policy = policy or self.policy
         settings = PassSettings(
             policy=policy, strategy=self._strategy, objective=self._objective, probe=self._probe, ladder=self.ladder, buckets=chosen,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import signal
 import socket
 import threading
 import time
+import traceback
+import urllib.parse
 from datetime import timedelta
 
 import pytest
@@ -70,6 +73,7 @@ def test_an_address_is_what_the_url_says(url, public, fields):
     ("url", "message"),
     [
         (f"redis://u:{ENCODED}@host:port/0", "store URL redis://host:port/0: port, db, ttl or timeout is no number"),
+        (f"redis://user:{ENCODED}", "store URL redis://user: port, db, ttl or timeout is no number"),
         (f"redis://u:{ENCODED}@host:99999", "port, db, ttl"),
         (f"redis://u:{ENCODED}@", "port, db, ttl"),
         (f"redis://u:{ENCODED}@host/zero", "port, db, ttl"),
@@ -98,6 +102,70 @@ def test_an_unknown_scheme_lists_the_schemes_without_the_password():
     with pytest.raises(StoreError, match=r"scheme 'reddis:' is unknown; use one of memory:, .*redis\+cluster://") as caught:
         open_store(f"reddis://u:{ENCODED}@host")
     assert ENCODED not in str(caught.value)
+
+
+# Every way in which a secret can stand in a URL, right or wrong. "mark" is in each piece of it that a split may leave.
+PIECES = "mark/mark+mark@mark!mark,mark#mark"
+WRITTEN = {
+    "encoded": urllib.parse.quote(PIECES, safe=""),
+    "lower case": re.sub("%..", lambda code: code[0].lower(), urllib.parse.quote(PIECES, safe="")),
+    "plus for blanks": urllib.parse.quote_plus(PIECES.replace("!", " ")),
+    "as it is": PIECES,
+}
+PLACES = (
+    "redis://user:{s}@127.0.0.1:1/0?timeout=0.05",
+    "redis://:{s}@127.0.0.1:1?timeout=0.05&prefix=p",
+    "rediss://user:{s}@127.0.0.1:1/0?timeout=0.05",
+    "unix://user:{s}@/nowhere/socket?timeout=0.05",
+    "unix://:{s}@/nowhere/socket?timeout=0.05&db=2",
+    "redis+sentinel://user:{s}@127.0.0.1:1/main/0?timeout=0.05",
+    "rediss+sentinel://:{s}@127.0.0.1:1,127.0.0.1:2/main?timeout=0.05&sentinel_user=u&sentinel_password={s}",
+    "redis+sentinel://127.0.0.1:1/main?timeout=0.05&sentinel_password={s}",
+    "redis+cluster://user:{s}@127.0.0.1:1?timeout=0.05",
+    "rediss+cluster://:{s}@127.0.0.1:1,127.0.0.1:2?timeout=0.05",
+    "layered:LOCAL,redis://user:{s}@127.0.0.1:1/0?timeout=0.05",
+    "layered:redis://user:{s}@127.0.0.1:1/0?timeout=0.05,redis://user:{s}@127.0.0.1:2/0?timeout=0.05",
+    "read-only:redis://user:{s}@127.0.0.1:1/0?timeout=0.05",
+    # wrong ones
+    "redis://127.0.0.1:1?password={s}",
+    "redis://127.0.0.1:1?timeout=0.05&{s}",
+    "redis://user:{s}@127.0.0.1:port",
+    "redis://user:{s}@127.0.0.1:1/zero",
+    "redis://user:{s}@127.0.0.1:1?ttl={s}",
+    "redis://user:{s}@127.0.0.1:1?sentinel_passwort={s}",
+    "redis://user:{s}",
+    "redis://user:?{s}@127.0.0.1",
+    "redis+sentinel://user:{s}@127.0.0.1",
+    "redis+cluster://user:{s}@127.0.0.1/1",
+    "redis:/user:{s}@127.0.0.1",
+    "REDIS://user:{s}@127.0.0.1",
+    "reddis://user:{s}@127.0.0.1",
+    "http://user:{s}@127.0.0.1",
+    "file://user:{s}@127.0.0.1/path",
+)
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("place", PLACES)
+def test_no_secret_of_any_url_is_ever_said(place, written, tmp_path, caplog, capfd):
+    caplog.set_level(logging.DEBUG)
+    url = place.replace("{s}", WRITTEN[written]).replace("LOCAL", str(tmp_path))
+    said = []
+    try:
+        store = open_store(url)
+    except StoreError as error:
+        said += [str(error), repr(error), "".join(traceback.format_exception(error))]
+    else:
+        with contextlib.closing(store):
+            store.get("x/y")
+            assert not store.put("x/y", b"1")
+            said += [repr(store), str(store), store.url, str(store.degraded)]
+            assert "127.0.0.1:1" in store.url or "/nowhere/socket" in store.url or "layered" in store.url
+    assert said
+    printed = capfd.readouterr()
+    # The traceback of an error may show the line of this test, but not what stood in it.
+    for text in (*said, caplog.text, printed.out, printed.err):
+        assert "mark" not in text.replace("pytest.mark", "")
 
 
 def test_without_redis_py_the_extra_is_named(monkeypatch):
