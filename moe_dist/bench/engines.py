@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -49,6 +50,10 @@ STUDENT = (
     2.101,
     2.093,
 )
+
+# The bars. A cell of two equal engines is 1: no interval may lie below SLOWEST; where a profile shows the MoE layers to be HALF of the
+# time, the mean is above FASTER. Our own tactics serve over HALF of the MoE time of a dtype; KV tokens, and seconds of a first tuning.
+LEAST_PAIRS, SLOWEST, FASTER, HALF, LEAST_KV, MOST_TUNING_S = 5, 0.98, 1.05, 0.5, 0.99, 120.0
 
 # Qwen3-30B-A3B with fewer layers, and fewer words in proportion, so that the layers keep their share of a step.
 SHAPE = {
@@ -167,9 +172,8 @@ class Ledger:
         self._path, self._lock = path, threading.Lock()
         self.tables: dict[str, list[dict[str, Any]]] = json.loads(path.read_text()) if path.exists() else {}
 
-    def find(self, table: str, **fields: Any) -> dict[str, Any] | None:
-        rows = self.tables.get(table, [])
-        return next((row for row in rows if all(row.get(name) == value for name, value in fields.items())), None)
+    def find(self, table: str, **fields: Any) -> Mapping[str, Any] | None:
+        return _find(self.tables.get(table, ()), fields)
 
     def add(self, table: str, row: dict[str, Any]) -> None:
         with self._lock:
@@ -187,6 +191,62 @@ def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
     mean = statistics.fmean(logs)
     half = STUDENT[min(len(logs) - 1, len(STUDENT)) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def engine_objections(
+    tables: Mapping[str, Sequence[Mapping[str, Any]]],
+    dtypes: Sequence[str],
+    modes: Sequence[str],
+    batches: Sequence[int],
+    tp: int = 1,
+    ep: int = 1,
+) -> list[str]:
+    """What is missing in the tables of one layout, or below its bar."""
+    found = []
+    layout = {"tp": tp, "ep": ep}
+    for dtype in dtypes:
+        spent = own = 0.0
+        for mode, batch in itertools.product(modes, batches):
+            where = f"{dtype} {mode} batch {batch} tp {tp} ep {ep}"
+            place = {"dtype": dtype, "mode": mode, "batch": batch, **layout}
+            cell, profile = (_find(tables.get(table, ()), place) for table in TABLES)
+            if cell is None:
+                found.append(f"no row for {where}")
+                continue
+            if cell["pairs"] < LEAST_PAIRS:
+                found.append(f"{where}: {cell['pairs']} pairs, fewer than {LEAST_PAIRS}")
+            for name in ("throughput", "latency"):
+                if f"{name}_ratio" not in cell:
+                    found.append(f"{where}: no {name}")
+                    continue
+                ratio, (low, high) = cell[f"{name}_ratio"], cell[f"{name}_interval"]
+                if low < SLOWEST:
+                    found.append(f"{where}: {name} {ratio} with an interval from {low} to {high}, below {SLOWEST}")
+                if profile is not None and (profile.get("moe_share") or 0) >= HALF and ratio <= FASTER:
+                    found.append(
+                        f"{where}: {name} {ratio}, not above {FASTER} though the MoE layers are {profile['moe_share']} of the time"
+                    )
+            if profile is None or "moe_share" not in profile:
+                found.append(f"{where}: no profile{': ' + str(profile['error']) if profile else ''}")
+            if cell["kv_tokens"] < LEAST_KV * cell["kv_tokens_auto"]:
+                found.append(f"{where}: {cell['kv_tokens']} KV tokens beside {cell['kv_tokens_auto']}, below {LEAST_KV} of them")
+            if cell["tuning_seconds"] > MOST_TUNING_S or not cell["tuned"]:
+                found.append(
+                    f"{where}: tuning took {cell['tuning_seconds']} s for {cell['tuned']} candidates; the bar is {MOST_TUNING_S:g} s, cold"
+                )
+            spent, own = spent + cell["moe_us"], own + cell["moe_us"] * cell["own_time_share"]
+        if spent and own <= HALF * spent:
+            found.append(f"{dtype} tp {tp} ep {ep}: our own tactics serve {own / spent:.2f} of the MoE time, not over {HALF}")
+    found += [
+        f"{start['dtype']} {start['mode']} tp {tp} ep {ep}: ranks serve different epochs: {', '.join(start['epochs'])}"
+        for start in tables.get("starts", ())
+        if {name: start[name] for name in layout} == layout and not start["alike"]
+    ]
+    return found
+
+
+def _find(rows: Sequence[Mapping[str, Any]], place: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return next((row for row in rows if all(row.get(name) == value for name, value in place.items())), None)
 
 
 def write_model(folder: Path, dtype: str, layers: int) -> Path:

@@ -123,9 +123,10 @@ def _vllm(arguments: argparse.Namespace) -> int:
     plan = engines.Plan(process=process, keywords=arguments.engine, **{name: getattr(arguments, name) for name in names})
     ledger = engines.Ledger(arguments.json)
     failures = engines.measure(plan, ledger, lambda line: _note(f"[{time.strftime('%H:%M:%S')}] {line}"))
-    for failure in failures:
-        print(f"moe-dist bench: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    objections = engines.engine_objections(ledger.tables, plan.dtypes, plan.modes, plan.batches, plan.tp, plan.tp if plan.ep else 1)
+    for line in [*failures, *objections]:
+        print(f"moe-dist bench: {line}", file=sys.stderr)
+    return 1 if failures or objections else 0
 
 
 def _stores(arguments: argparse.Namespace) -> int:

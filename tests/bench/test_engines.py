@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_dist.bench.engines import STUDENT, Ledger, Plan, interval, measure, write_model
+from moe_dist.bench.engines import STUDENT, Ledger, Plan, engine_objections, interval, measure, write_model
 
 # Answers as an engine would: moe_dist is a fifth faster, and each pair is noisy in the same way. FAIL names a backend that fails at start.
 FAKE = """
@@ -131,3 +131,53 @@ def test_the_model_keeps_the_share_of_its_layers(tmp_path: Path) -> None:
     assert "model.layers.15.mlp.gate" in skipped
     assert not any("experts" in name for name in skipped)
     assert "quantization_config" not in json.loads((write_model(tmp_path, "bf16", 16) / "config.json").read_text())
+
+
+def tables(
+    cell: dict[str, Any] | None = None, profile: dict[str, Any] | None = None, start: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """One cell that holds every bar, with changes."""
+    place = {"dtype": "bf16", "mode": "eager", "tp": 1, "ep": 1}
+    good = {
+        **place, "batch": 1, "pairs": 5, "throughput_ratio": 1.1, "throughput_interval": [1.0, 1.2], "latency_ratio": 1.1,
+        "latency_interval": [1.0, 1.2], "kv_tokens": 990, "kv_tokens_auto": 1000, "tuning_seconds": 60.0, "tuned": 100, "moe_us": 10.0,
+        "own_time_share": 0.6,
+    }  # fmt: skip
+    return {
+        "cells": [good | (cell or {})],
+        "profiles": [{**place, "batch": 1, **({"moe_share": 0.6} if profile is None else profile)}],
+        "starts": [{**place, "alike": True, "epochs": ["a"], **(start or {})}],
+    }
+
+
+def test_a_cell_that_holds_every_bar_has_no_objection() -> None:
+    assert engine_objections(tables(), ["bf16"], ["eager"], [1]) == []
+    # Where the MoE layers are less than half of the time, equal is enough.
+    equal = {"throughput_ratio": 1.0, "throughput_interval": [0.98, 1.02], "latency_ratio": 1.0, "latency_interval": [0.98, 1.02]}
+    assert engine_objections(tables(equal, {"moe_share": 0.49}), ["bf16"], ["eager"], [1]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "objection"),
+    [
+        ({"cell": {"batch": 2}}, "no row for bf16 eager batch 1 tp 1 ep 1"),
+        ({"cell": {"pairs": 4}}, "4 pairs, fewer than 5"),
+        ({"cell": {"throughput_interval": [0.979, 1.2]}}, "throughput 1.1 with an interval from 0.979 to 1.2, below 0.98"),
+        ({"cell": {"latency_ratio": 1.05}}, "latency 1.05, not above 1.05 though the MoE layers are 0.6 of the time"),
+        ({"cell": {"kv_tokens": 989}}, "989 KV tokens beside 1000, below 0.99 of them"),
+        ({"cell": {"tuning_seconds": 121.0}}, "tuning took 121.0 s for 100 candidates; the bar is 120 s, cold"),
+        ({"cell": {"tuned": 0}}, "tuning took 60.0 s for 0 candidates"),  # a warm start is no figure of a cold one
+        ({"cell": {"own_time_share": 0.5}}, "our own tactics serve 0.50 of the MoE time, not over 0.5"),
+        ({"profile": {"error": "no CUPTI"}}, "no profile: no CUPTI"),
+        ({"start": {"alike": False, "epochs": ["a", "b"]}}, "ranks serve different epochs: a, b"),
+    ],
+)
+def test_what_is_missing_or_below_its_bar_is_named(changes: dict[str, Any], objection: str) -> None:
+    (found,) = engine_objections(tables(**changes), ["bf16"], ["eager"], [1])
+    assert objection in found
+
+
+def test_a_cell_without_latency_is_incomplete() -> None:
+    changed = tables()
+    del changed["cells"][0]["latency_ratio"]
+    assert engine_objections(changed, ["bf16"], ["eager"], [1]) == ["bf16 eager batch 1 tp 1 ep 1: no latency"]
