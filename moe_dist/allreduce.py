@@ -11,7 +11,6 @@ Example, 2 ranks with [1, 2, 3] and [10, 20, 30]: parts of 2 and 1 elements; ran
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
@@ -181,17 +180,14 @@ class FinalizeAllReduceProbe:
         return None if error <= self._limit else f"its error is {error:.3g} of the result, above {self._limit:.3g}"
 
 
-@dataclasses.dataclass
 class ServedAllReduce:
     """Serves a tuner's winners for one operation: the winner of `group_tokens`, else the default."""
 
-    operation: FinalizeAllReduce
-    tuner: Tuner
-
-    def __post_init__(self) -> None:
+    def __init__(self, operation: FinalizeAllReduce, tuner: Tuner) -> None:
+        self.operation, self.tuner = operation, tuner
         self._epoch: Epoch | None = None
         self._index: dict[int, Runner] = {}
-        self._default = self.operation.bind(GLOO, 0, None)
+        self._default = operation.bind(GLOO, 0, None)
 
     def __call__(self, rows: torch.Tensor, *, group_tokens: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """rows: [T, K, H] contiguous; group_tokens: T, which the caller guarantees equal on all ranks. Returns [T, H].

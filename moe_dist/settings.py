@@ -81,6 +81,11 @@ def default_store(environ: Mapping[str, str] = os.environ) -> str:
     return str((Path(cache) if cache else Path.home() / ".cache") / "moe_dist")
 
 
+def plugins_to_load(variable: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The framework's own `variable` that lists the plugins which it loads, as `moe-dist doctor` shows it; None: it isn't set."""
+    return environ.get(variable)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingSettings:
     """How a serving engine tunes. Each field is an environment variable, and the plugins take the same names from their engine's own config.

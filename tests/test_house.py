@@ -93,12 +93,16 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "moe_dist.serving": (*CORE, "moe_dist.settings"),
     "moe_dist.interop": (*LEAVES, "moe_dist.backends"),
+    "moe_dist.framework": ("moe_dist.interop", "moe_dist.serving", "moe_dist.settings"),
     "moe_dist.bench": (*CORE, "moe_dist.interop", "moe_dist.settings"),
     "moe_dist.repro": (*CORE, "moe_dist.bench.components"),
     "moe_dist.cli": (*CORE, "moe_dist.interop", "moe_dist.settings", "moe_dist.bench", "moe_dist"),
     "moe_dist.tune": ("moe_dist.cli",),
     "moe_dist": (*CORE, "moe_dist.bench.components", "moe_dist.repro"),  # the public names
-    **dict.fromkeys(("moe_dist_vllm", "moe_dist_sglang"), ("moe_dist", "moe_dist.serving", "moe_dist.settings")),
+    **dict.fromkeys(
+        ("moe_dist_vllm", "moe_dist_sglang"),
+        ("moe_dist", "moe_dist.serving", "moe_dist.settings", "moe_dist.framework", "moe_dist.interop"),
+    ),
 }
 LIGHT = ("triton", "redis", "vllm", "sglang")  # what the core's import never loads
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -137,3 +139,57 @@ def test_a_reloaded_layer_replaces_the_one_of_its_name() -> None:
     served.add("layers.0", config(4), weights_of(config(4)))
     served.add("layers.0", config(6), weights_of(config(6)))
     assert [line.partition(" experts")[0] for line in served.describe(COUNTS)] == ["1 x (6"]
+
+
+class Framework(md.Backend):
+    """A framework's own experts: they compute nothing right, but say what they need."""
+
+    name = "framework"
+
+    @dataclasses.dataclass(frozen=True)
+    class Config(md.BackendConfig):
+        name = "framework"
+
+    config_type = Config
+
+    def why_not(self, problem: md.MoEProblem, device: torch.device, params: md.BackendConfig) -> str | None:
+        return None
+
+    def tactics(self, problem: md.MoEProblem, bucket: md.Bucket, device: torch.device, params: md.BackendConfig) -> list[md.Tactic]:
+        return [md.Tactic.of(self.name, wide=wide) for wide in (False, True)]
+
+    def default(self, problem: md.MoEProblem, bucket: md.Bucket | None, device: torch.device) -> md.Tactic:
+        return md.Tactic.of(self.name, wide=False)
+
+    def workspace(self, problem: md.MoEProblem, tactic: md.Tactic, num_tokens: int) -> md.Workspace:
+        return md.Workspace((270 if tactic["wide"] else 200) * num_tokens)
+
+    def bind(self, layer: md.BoundLayer, tactic: md.Tactic) -> Callable[[md.MoEActivationPack, torch.Tensor], md.Tactic]:
+        return lambda acts, out: tactic
+
+
+def test_what_is_kept_free_is_what_the_default_s_backend_may_need() -> None:
+    served = ServedModel(ServingSettings(store="memory:"), deployment="test")
+    served.add("layers.0", config(), weights_of(config()), [Framework()])
+    served.add("layers.1", config(), weights_of(config()), [Framework()])
+    assert served.workspace_bytes(COUNTS) == 270 * 4  # the wide one at the largest count
+    served.tune(COUNTS, None, ENGINE_TIMEOUT, workspace_limit=served.workspace_bytes(COUNTS))
+    winners = {bucket.high: tactic for _, bucket, tactic in served.serves(COUNTS)}
+    # torch needs 512 to 704 bytes a token count of 1: two tokens may win with 1024 of 1080, four can't, and the default stays.
+    assert winners.keys() == {1, 2, 4}
+    assert winners[1].backend != "framework"
+    assert str(winners[4]) == "framework(wide=False)"
+
+
+def test_without_a_framework_s_experts_our_own_default_says_what_is_kept_free() -> None:
+    served = model("memory:")
+    # torch_grouped: 2816 bytes for 4 tokens of 4 experts, as many for those of 6.
+    assert served.workspace_bytes(COUNTS) == 2816
+    assert served.tune(COUNTS, None, ENGINE_TIMEOUT, workspace_limit=2816) > 0
+    assert served.measured > 0
+    assert served.tuning > timedelta(0)
+
+
+def test_too_little_for_the_default_ends_start_up() -> None:
+    with pytest.raises(md.NothingRunnable, match="needs 704 bytes of workspace; the limit is 10"):
+        model("memory:").tune(COUNTS, None, ENGINE_TIMEOUT, workspace_limit=10)

@@ -12,15 +12,18 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import logging
 import os
 import pickle
+import re
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -59,7 +62,12 @@ class Variant:
 def target_of(device: torch.device) -> GPUTarget:
     """What to compile for, for a CUDA device of this process."""
     major, minor = torch.cuda.get_device_capability(device)
-    return GPUTarget("cuda", 10 * major + minor, 32)
+    return target_for(10 * major + minor)
+
+
+def target_for(arch: int) -> GPUTarget:
+    """What to compile for, for a compute capability, 90 for 9.0."""
+    return GPUTarget("cuda", arch, 32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +106,14 @@ def compile_ahead(
     missing = missing[turn:] + missing[:turn]
     done: set[str] = set()
     failed = []
-    for mark, reason in _results([(variant, name) for _, variant, name in missing], target, min(processes, len(missing)), deadline):
+    for place, said in _results("compile", [work[1:] for work in missing], target, min(processes, len(missing)), deadline):
         progress()
-        if mark is None:
+        if place is None:
             continue
-        if reason:
-            failed.append(f"{missing[mark][2]}: {reason}")
+        if said:
+            failed.append(f"{missing[place][2]}: {said}")
             continue
-        done.add(missing[mark][0])
+        done.add(missing[place][0])
     with contextlib.suppress(OSError):  # a cache that takes no files: triton itself says so
         folder.mkdir(parents=True, exist_ok=True)
         for name in done:
@@ -113,6 +121,35 @@ def compile_ahead(
     if failed:
         log.info("%d of %d kernels did not compile ahead, first %s", len(failed), len(missing), failed[0])
     return Ahead(len(wanted), len(done), tuple(failed))
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What a compiled kernel takes: registers and bytes of local memory of a thread (spilled registers go there), bytes of shared memory
+    of a block, and the matrix instructions that it uses, "" for none."""
+
+    registers: int
+    local_bytes: int
+    shared_bytes: int
+    matrix_unit: str
+
+
+def usages(
+    variants: Iterable[Variant], target: GPUTarget, *, processes: int, progress: Callable[[], None] = lambda: None
+) -> list[tuple[Variant, str, Usage | str]]:
+    """Every kernel that `variants` launch, each once, compiled for `target`, present or not: (the first variant that launches it, its name
+    there, its usage or why it does not compile)."""
+    wanted: dict[str, tuple[Variant, str]] = {}
+    for variant in dict.fromkeys(variants):
+        for name, launch in variant.launches().items():
+            wanted.setdefault(_identity(launch, target), (variant, name))
+    work = list(wanted.values())
+    found: dict[int, Usage | str] = {}
+    for place, said in _results("usage", work, target, min(processes, len(work)), None):
+        progress()
+        if place is not None:
+            found[place] = Usage(**json.loads(said)) if said.startswith("{") else said
+    return [(*work[place], found.get(place, "the process that compiles ended before it")) for place in range(len(work))]
 
 
 _KIND_ORDER = {"up": 0, "down": 1}
@@ -134,9 +171,9 @@ def _sources() -> str:
 
 
 def _results(
-    work: list[tuple[Variant, str]], target: GPUTarget, processes: int, deadline: float | None
+    task: str, work: Sequence[tuple[Variant, str]], target: GPUTarget, processes: int, deadline: float | None
 ) -> Iterable[tuple[int | None, str]]:
-    """(place in `work`, reason) of each kernel as it is done, reason "" for a success; (None, "") once a second while nothing is.
+    """(place in `work`, what `task` says) of each kernel as it is done; (None, "") once a second while nothing is.
 
     Ends early at the deadline, or when the processes fall silent; they are gone when this ends, however it ends.
     """
@@ -157,7 +194,7 @@ def _results(
     assert process.stdout is not None
     try:
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(pickle.dumps((work, (target.backend, target.arch, target.warp_size), max(1, processes))))
+            process.stdin.write(pickle.dumps((task, list(work), (target.backend, target.arch, target.warp_size), max(1, processes))))
             process.stdin.close()
         heard, rest = time.monotonic(), b""
         while True:
@@ -201,14 +238,29 @@ class _Stub:
         return self._target
 
 
-def _compile_one(place: int) -> tuple[int, str]:
+def _do_one(task: str, place: int) -> tuple[int, str]:
+    """ "compile": "" or why not; "usage": a `Usage` as JSON, or why not."""
     variant, name = _WORK[place]
     try:
         compiled = variant.launches()[name].compile_for_cache()
+        if task == "usage":
+            return place, json.dumps(dataclasses.asdict(_usage_of(compiled)))
         _build_launcher(compiled)
     except Exception as error:  # compilers raise types of their own; the launch will meet it again and tell
         return place, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return place, ""
+
+
+def _usage_of(compiled: Any) -> Usage:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        report = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
+    ptx = compiled.asm["ptx"]
+    unit = next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in ptx), "")
+    return Usage(found["REG"], found["STACK"] + found.get("LOCAL", 0), compiled.metadata.shared, unit)
 
 
 def _build_launcher(compiled: Any) -> None:
@@ -227,12 +279,12 @@ _WORK: list[tuple[Variant, str]] = []
 
 def _main() -> None:
     """Read the work from standard input, compile it in forks of this process, write a line for each kernel."""
-    work, target, processes = pickle.loads(sys.stdin.buffer.read())
+    task, work, target, processes = pickle.loads(sys.stdin.buffer.read())
     _WORK.extend(work)
     triton.runtime.driver.set_active(_Stub(GPUTarget(*target)))
     with get_context("fork").Pool(processes) as pool:
-        for place, reason in pool.imap_unordered(_compile_one, range(len(work))):
-            print(place, reason.replace("\n", " "), flush=True)
+        for place, said in pool.imap_unordered(functools.partial(_do_one, task), range(len(work))):
+            print(place, said.replace("\n", " "), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -315,6 +315,45 @@ def _plan(tactic: Tactic) -> Plan:
         up=product("up"),
         down=product("down"),
     )
+
+
+def compiled_variants(
+    problem: MoEProblem, buckets: Sequence[Bucket], arch: int, progress: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
+    """Every kernel of every tactic worth timing for `buckets`, compiled for compute capability `arch` (90 for 9.0), which need not be here.
+
+    Rows of kernel, how it is cut, and registers, local_bytes, shared_bytes, matrix_unit, or `reason` if it does not compile; `tactic`
+    and `launch` say where it is used first.
+    """
+    from moe_dist_kernels import Limits, ahead
+
+    cpu, limits = torch.device("cpu"), Limits(has_wgmma=arch == 90)
+    backend = TritonBackend()
+    tactics = dict.fromkeys(
+        tactic
+        for bucket in buckets
+        for tactic in (backend.default(problem, bucket, cpu), *backend.tactics(problem, bucket, cpu, TritonConfig()))
+    )
+    shape = _shape(problem, num_local=problem.config.routing.total_experts, mapped=False)
+    plans = {tactic: plan for tactic in tactics if (plan := _plan(tactic)).why_not(shape, limits) is None}
+    by_variant = {ahead.Variant(shape=shape, plan=plan, pdl=True): tactic for tactic, plan in plans.items()}
+    rows = []
+    for variant, name, found in ahead.usages(by_variant, ahead.target_for(arch), processes=len(os.sched_getaffinity(0)), progress=progress):
+        launch = variant.launches()[name]
+        cut = {key: value for key, value in launch.constants.items() if key in _CUT}
+        row: dict[str, Any] = {
+            "arch": arch,
+            "kernel": launch.kernel.__name__,
+            **cut,
+            "warps": launch.num_warps,
+            "stages": launch.num_stages,
+        }
+        row |= {"reason": found} if isinstance(found, str) else dataclasses.asdict(found)
+        rows.append(row | {"launch": name, "tactic": by_variant[variant].to_plain()})
+    return rows
+
+
+_CUT = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "SWAP_AB", "PERSISTENT", "CHUNK", "STAGES")
 
 
 # What follows was read off an H200 (docs/kernels.md has the rounds). "Rows" are the rows of one expert when routing is even.

@@ -25,7 +25,7 @@ from moe_dist.tuning.policy import STRATEGIES
 LOOKUP_BAR_NS = 1000
 DIVERGED_FIELDS = ("strategy", "ranks", "keys", "calls", "diverged", "seconds")
 FAULT_FIELDS = (
-    "phase", "fault", "strategy", "outcome", "seconds", "deadline_seconds", "expected", "previous_epoch", "restart"
+    "phase", "fault", "strategy", "outcome", "collective", "seconds", "deadline_seconds", "expected", "previous_epoch", "restart"
 )  # fmt: skip
 
 STORE_FIELDS = ("store", "what", "count", "median_s", "worst_s", "limit_s", "holds", "load")
@@ -88,7 +88,7 @@ def diverged_objections(rows: Sequence[Mapping[str, Any]], ranks: Iterable[int],
 
 def fault_objections(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is missing or wrong in a fault matrix: every fault in every strategy once, the outcome that it must have on all
-    survivors, inside the deadline, with the previous epoch intact, and healed by a restart."""
+    survivors, what a collective call comes to then, inside the deadline, with the previous epoch intact, and healed by a restart."""
     found = _doubles(rows, ("phase", "fault", "strategy"))
     held = {(row["phase"], row["fault"], row["strategy"]): row for row in rows}
     for fault in FAULTS:
@@ -101,6 +101,8 @@ def fault_objections(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             found += [f"{where}: no field {name}" for name in FAULT_FIELDS if name not in row]
             if row.get("outcome") != fault.outcome:
                 found.append(f"{where}: {row.get('outcome')}, not {fault.outcome}")
+            if row.get("collective") != fault.collective:
+                found.append(f"{where}: then a collective call was {row.get('collective')}, not {fault.collective}")
             if not row.get("seconds", 1e9) <= row.get("deadline_seconds", 0):
                 found.append(f"{where}: {row.get('seconds')} s, past its deadline of {row.get('deadline_seconds')} s")
             if row.get("previous_epoch") != "intact":

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from moe_dist.bench import engines, report
+from moe_dist.bench import engines, report, soak
 from moe_dist.bench.agreement import diverged_table
 from moe_dist.bench.faults import fault_table
 from moe_dist.bench.lookup import lookup_table
@@ -70,6 +70,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stores.add_argument("stores", nargs="+", metavar="STORE", help="folders or URLs; they are left as they were")
     stores.add_argument("--json", type=Path, help="write the table here")
     stores.set_defaults(kind=_stores)
+    mixed = kinds.add_parser("soak", help="mixed traffic over a running OpenAI-compatible server: errors, latency and memory by the minute")
+    mixed.add_argument("--url", default="http://127.0.0.1:8000")
+    mixed.add_argument("--model", required=True, help="the served name")
+    mixed.add_argument("--words", type=int, default=1000, help="token ids are drawn below this (default 1000)")
+    mixed.add_argument("--seconds", type=float, default=1200.0)
+    mixed.add_argument("--window-s", type=float, default=60.0)
+    mixed.add_argument("--scale", type=float, default=1.0, help="of the lengths of prompts and answers, 900 tokens at most by default")
+    mixed.add_argument("--most", type=int, default=soak.MOST, help=f"requests at once (default {soak.MOST})")
+    mixed.add_argument("--pids", type=int, nargs="*", default=[], help="the server's processes, whose resident memory is watched")
+    mixed.add_argument("--json", type=Path, help="write the table here")
+    mixed.set_defaults(kind=_soak)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -133,6 +144,14 @@ def _stores(arguments: argparse.Namespace) -> int:
     rows = stores_table(arguments.stores, note=_note)
     kinds = list(dict.fromkeys(str(row["store"]) for row in rows))  # where they lie is nobody's business
     return _finish(arguments.json, f"moe-dist bench stores {' '.join(kinds)}", {"stores": rows}, report.store_objections(rows, kinds))
+
+
+def _soak(arguments: argparse.Namespace) -> int:
+    names = ("url", "model", "words", "seconds", "window_s", "scale", "most", "pids")
+    traffic = soak.Traffic(**{name: getattr(arguments, name) for name in names})
+    rows = soak.soak(traffic, _note)
+    command = f"moe-dist bench soak --model {traffic.model} --seconds {traffic.seconds:g}"
+    return _finish(arguments.json, command, {"soak": rows}, soak.soak_objections(rows))
 
 
 def _finish(path: Path | None, command: str, tables: dict[str, list[dict[str, object]]], objections: list[str]) -> int:

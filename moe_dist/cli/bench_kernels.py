@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from moe_dist.backends.triton import compiled_variants
 from moe_dist.bench import kernel_bars, kernels, report
 from moe_dist.bench.peers import FAMILIES, open_peers
 from moe_dist.errors import ConfigError
 from moe_dist.tuning.identity import build_environment
 
+ARCHS = (90, 100)
 HELP = "our kernels beside other people's, in one process on one card"
 
 
@@ -62,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ladder: all powers of two, cold and warm, timed; cells: the cells' buckets alone",
     )
     parser.add_argument("--minutes", type=float, help="start no cell after so long; the next call goes on")
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="time nothing and need no card: compile every kernel of the triton backend's tactics and write what each takes",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -71,6 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     shapes = [shape for shape in kernels.SHAPES if arguments.shapes is None or shape.name in arguments.shapes]
     modes = arguments.modes if arguments.device == "cuda" else [mode for mode in arguments.modes if mode == "eager"]
     plan = kernels.Plan(shapes=shapes, dtypes=arguments.dtypes, tokens=arguments.tokens, modes=modes, ladder=arguments.tune == "ladder")
+    if arguments.compile_only:
+        return _compile(arguments, plan)
     if arguments.merge:
         document = kernel_bars.merged([json.loads(part.read_text()) for part in arguments.merge])
         if arguments.json is not None:
@@ -125,6 +134,39 @@ def _document(arguments: argparse.Namespace, device: torch.device) -> dict[str, 
     document["machine"] |= {"gpu": environment.device_name, "driver": environment.driver}
     document["versions"] |= {"triton": environment.triton, "cuda": environment.cuda}
     return document | {"ceilings": kernels.CEILINGS.get(environment.device_name), "peers": {}, "kernels": [], "tuning": []}
+
+
+def _compile(arguments: argparse.Namespace, plan: kernels.Plan) -> int:
+    """The first shape asked for in each dtype, for both architectures: kernels of other shapes differ in sizes that cut nothing."""
+    rows = []
+    for dtype in plan.dtypes:
+        shape = next(shape for shape in plan.shapes if dtype in shape.dtypes)
+        problem = shape.problem(dtype, max_num_tokens=max(plan.tokens))
+        for arch in ARCHS:
+            began = time.monotonic()
+            found = compiled_variants(problem, problem.ladder.buckets(), arch)
+            rows += [{"shape": shape.name, "dtype": dtype} | row for row in found]
+            _note(f"{shape.name} {dtype} sm_{arch}: {len(found)} kernels in {time.monotonic() - began:.0f} s")
+    environment = build_environment(torch.device("cpu"))
+    document = report.document("moe-dist bench kernels --compile-only", {}) | {
+        "kernel_sources": environment.kernel_sources,
+        "compiled": rows,
+    }
+    document["versions"] |= {"triton": environment.triton}
+    if arguments.json is not None:
+        report.write(arguments.json, document)
+    report.show("kernels that keep something in local memory", [_short(row) for row in rows if row.get("local_bytes")])
+    failed = [row for row in rows if "reason" in row]
+    for row in failed:
+        _note(f"moe-dist bench: {row['dtype']} sm_{row['arch']} {row['launch']} of {row['tactic']}: {row['reason']}")
+    print(f"{len(rows)} kernels, {sum(bool(row.get('local_bytes')) for row in rows)} with local memory, {len(failed)} that do not compile")
+    return 1 if failed else 0
+
+
+def _short(row: dict[str, Any]) -> dict[str, Any]:
+    cut = ", ".join(f"{name}={value}" for name, value in row.items() if name.isupper())
+    kept = ("dtype", "arch", "kernel", "warps", "stages", "registers", "local_bytes", "shared_bytes", "matrix_unit")
+    return {name: row[name] for name in kept} | {"cut": cut}
 
 
 def _finish(document: dict[str, Any], plan: kernels.Plan) -> int:

@@ -180,7 +180,7 @@ def agree_offers(offers: Sequence[Offer], names: Sequence[int], *, mixed_environ
 def agree_plan(proposal: Proposal, answers: Sequence[Answer], names: Sequence[int]) -> Plan:
     """The same plan on every rank: serve a hit that all accepted, else time what all can run.
 
-    NothingRunnable: a cell has no candidate that all can run and the default fails somewhere; nothing is stored.
+    NothingRunnable: a cell has no candidate that all can run, and its default fails somewhere; nothing is stored.
     """
     planned = []
     voices, everyone = _voices(answers), tuple(range(len(answers)))
@@ -199,7 +199,9 @@ def agree_plan(proposal: Proposal, answers: Sequence[Answer], names: Sequence[in
                 rejected.append((tactic, f"rank {reasons[0][0]}: {reasons[0][1]}"))
             else:
                 runnable.append(tactic)
-        if serve is None and not runnable:
+        # A collective default that only lacks a rank that takes part can't be timed, and stays the default.
+        served_untuned = proposed.default.collective and all(answer.candidates[0] is None for _, answer in present)
+        if serve is None and not runnable and not served_untuned:
             listing = "; ".join(f"{tactic}: {reason}" for tactic, reason in rejected)
             raise NothingRunnable(f"{proposed.cell}: no candidate can run on all ranks: {listing}")
         ranks = everyone if len(present) == len(said) else tuple(rank for rank in everyone if answers[rank].cells[at] is not None)

@@ -51,14 +51,29 @@ def fault(phase: str, name: str) -> Fault:
         ("reload", "another job publishes in between", "reload"),
         ("agree", "two passes at once", "reduce"),
         ("commit", "store lost before the epoch", "reduce"),
+        ("commit", "leader killed after the commit", "shard"),
+        ("measure", "killed in a collective", "reload"),
+        ("measure", "late in a collective", "shard"),
     ],
 )
 def test_a_fault_ends_as_it_must(phase: str, name: str, strategy: str) -> None:
     wanted = fault(phase, name)
     (row,) = faults.fault_table([wanted], [strategy])
     assert (row["phase"], row["fault"], row["strategy"]) == (phase, name, strategy)
-    assert (row["outcome"], row["previous_epoch"], row["restart"]) == (wanted.outcome, "intact", "agreed"), row
+    assert (row["outcome"], row["collective"], row["previous_epoch"], row["restart"]) == (
+        wanted.outcome,
+        wanted.collective,
+        "intact",
+        "agreed",
+    ), row
     assert row["seconds"] <= row["deadline_seconds"] == DEADLINE_S
+
+
+def test_what_a_collective_call_must_come_to_after_a_fault() -> None:
+    assert fault("measure", "stopped in a collective").collective == "refused", "the group is dead"
+    assert fault("commit", "leader killed after the commit").collective == "RankLost(0)", "the group does not know yet"
+    assert fault("agree", "other GPU name").collective == "served", "the previous epoch, by all ranks"
+    assert fault("measure", "late in a collective").collective == "served"
 
 
 def test_faults_cover_every_phase_and_are_named_once() -> None:

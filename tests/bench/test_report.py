@@ -25,8 +25,8 @@ DIVERGENCE: list[dict[str, Any]] = [
 ]
 MATRIX: list[dict[str, Any]] = [
     {
-        "phase": fault.phase, "fault": fault.name, "strategy": strategy, "outcome": fault.outcome, "seconds": 2.0, "deadline_seconds": 30.0,
-        "expected": fault.outcome, "previous_epoch": "intact", "restart": "agreed",
+        "phase": fault.phase, "fault": fault.name, "strategy": strategy, "outcome": fault.outcome, "collective": fault.collective,
+        "seconds": 2.0, "deadline_seconds": 30.0, "expected": fault.outcome, "previous_epoch": "intact", "restart": "agreed",
     }
     for fault in FAULTS
     for strategy in STRATEGIES
@@ -102,6 +102,7 @@ WHERE = f"{FAULTS[-1].name} in {FAULTS[-1].phase} under {STRATEGIES[-1]}"
         ({"outcome": "differ: agreed; RankLost(1)"}, f"{WHERE}: differ: agreed; RankLost(1), not agreed"),
         # What a row claims to expect is not what it is judged by.
         ({"outcome": "RankLost(2)", "expected": "RankLost(2)"}, f"{WHERE}: RankLost(2), not agreed"),
+        ({"collective": "served by gloo"}, f"{WHERE}: then a collective call was served by gloo, not served"),
         ({"seconds": 30.5}, f"{WHERE}: 30.5 s, past its deadline of 30.0 s"),
         ({"previous_epoch": "damaged"}, f"{WHERE}: the previous epoch is damaged"),
         ({"restart": "RankLost(1)"}, f"{WHERE}: after a restart RankLost(1)"),

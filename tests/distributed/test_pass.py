@@ -1,4 +1,7 @@
-"""One pass over real processes, happy and unhappy, in every strategy: survivors end with the same winners or the same error."""
+"""One pass over real processes, happy and unhappy, in every strategy: survivors end with the same winners or the same error.
+
+Where a rank meets a fault the pool holds finalize + all-reduce, too (`with_reduction`): tactics in which a divergence would hang.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from fakes import FakeOperation
 from ranks import Rank, Ranks, run_ranks, wait_for
 
+from moe_dist.allreduce import FinalizeAllReduce
 from moe_dist.distributed.plan import Offer
 from moe_dist.errors import PassAborted
 from moe_dist.stores.codec import decode_entry
@@ -43,13 +47,14 @@ def table(report: PassReport) -> dict[str, str]:
     return {
         f"{row.cell.problem.fields[0][1]} {row.cell.bucket}": str(row.winner.tactic["name"]) if row.winner else "untuned"
         for row in report.rows
+        if row.cell.problem.operation == "fake"
     }
 
 
 def tune(
     rank: Rank,
     strategy: str,
-    operations: Callable[[Rank], list[FakeOperation]],
+    operations: Callable[[Rank], list[Any]],
     settings: Callable[[Rank], dict[str, Any]] = lambda rank: {},
 ) -> Any:
     """(winners, measured, hits, digest, calls of each tactic on this rank)."""
@@ -58,7 +63,21 @@ def tune(
         for operation in recorded:
             tuner.record(operation)
         report = tuner.run_pass()
-        return table(report), report.measured, report.hits, report.digest, [len(operation.calls) for operation in recorded]
+        return (
+            table(report),
+            report.measured,
+            report.hits,
+            report.digest,
+            [len(operation.calls) for operation in recorded if isinstance(operation, FakeOperation)],
+        )
+
+
+def with_reduction(rank: Rank, *operations: FakeOperation) -> list[Any]:
+    """Also one-shot, two-shot and gloo, between the ranks of this test; all of them call this before a fault can strike."""
+    store = dist.TCPStore("127.0.0.1", rank.port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank.index, world_size=rank.size)
+    patience = timedelta(seconds=2)
+    return [*operations, FinalizeAllReduce(hidden_size=8, slots=2, dtype="fp32", group=dist.group.WORLD, patience=patience)]
 
 
 def agreed(outcomes: list[Any]) -> dict[str, str]:
@@ -121,13 +140,14 @@ def test_a_hit_that_one_rank_rejects_is_tuned_anew_without_it(strategy: str, tmp
     assert [outcome.value[1:3] for outcome in outcomes] == [(4, 0)] * 2
 
 
-def fewer_on_rank_1(rank: Rank) -> list[FakeOperation]:
+def fewer_on_rank_1(rank: Rank) -> list[Any]:
     names = ["a", "b"] if rank.index == 0 else ["b"]
-    return [FakeOperation(name, COSTS) for name in names]
+    return with_reduction(rank, *(FakeOperation(name, COSTS) for name in names))
 
 
-def none_on_rank_0(rank: Rank) -> list[FakeOperation]:
-    return [] if rank.index == 0 else [FakeOperation("a", COSTS)]
+def none_on_rank_0(rank: Rank) -> list[Any]:
+    operations = with_reduction(rank, FakeOperation("a", COSTS))
+    return operations if rank.index else []  # the reduction, whose every tactic needs rank 0, stays untuned
 
 
 @each_strategy
@@ -138,10 +158,10 @@ def test_ranks_with_fewer_or_no_problems_abstain(strategy: str, operations: Any,
     assert set(agreed(outcomes).values()) == {"quick"}
 
 
-def unequal_shares(rank: Rank) -> list[FakeOperation]:
+def unequal_shares(rank: Rank) -> list[Any]:
     """10 experts over 4 ranks: ranks 0 and 1 (3 experts) have a candidate that the others' shares don't offer."""
     costs = dict(COSTS) | ({"three": 100.0} if rank.index < 2 else {})
-    return [FakeOperation("a", costs)]
+    return with_reduction(rank, FakeOperation("a", costs))
 
 
 @each_strategy
@@ -150,12 +170,12 @@ def test_candidates_of_unequal_shares_make_one_schedule(strategy: str, tmp_path:
     assert set(agreed(outcomes).values()) == {"quick"}, "a candidate that ranks 2 and 3 can't run must not win"
 
 
-def tactic_oom_on_rank_1(rank: Rank) -> list[FakeOperation]:
-    return [FakeOperation("a", COSTS if rank.index == 0 else {**COSTS, "quick": "oom"})]
+def tactic_oom_on_rank_1(rank: Rank) -> list[Any]:
+    return with_reduction(rank, FakeOperation("a", COSTS if rank.index == 0 else {**COSTS, "quick": "oom"}))
 
 
-def probe_oom_on_rank_1(rank: Rank) -> list[FakeOperation]:
-    return [FakeOperation("a", COSTS, probe_fault="oom" if rank.index == 1 else "")]
+def probe_oom_on_rank_1(rank: Rank) -> list[Any]:
+    return with_reduction(rank, FakeOperation("a", COSTS, probe_fault="oom" if rank.index == 1 else ""))
 
 
 @each_strategy
@@ -172,9 +192,10 @@ def test_out_of_memory_for_the_probe_is_no_exception(strategy: str, tmp_path: Pa
 
 
 def late(rank: Rank, strategy: str) -> Any:
+    operations = with_reduction(rank, FakeOperation("a", COSTS))
     if rank.index == 1:
         time.sleep(2.0)
-    return tune(rank, strategy, one_operation, lambda rank: {"progress_timeout": 10.0})
+    return tune(rank, strategy, lambda rank: operations, lambda rank: {"progress_timeout": 10.0})
 
 
 @each_strategy
@@ -194,13 +215,14 @@ class Hanging(FakeOperation):
 
 def stuck(rank: Rank, strategy: str, phase: str) -> Any:
     """Rank 1 never gets past `phase`; the test may also kill it there."""
+    beside = with_reduction(rank)
     if rank.index == 1 and phase == "agree":
         rank.mark("measuring")
         time.sleep(3600)
     operation = Hanging("a", {**COSTS, "slow": "hang"} if rank.index == 1 else COSTS)
     operation.rank = rank if rank.index == 1 else Rank(0, 2, 0, rank.folder / "elsewhere")
     (rank.folder / "elsewhere").mkdir(exist_ok=True)
-    return tune(rank, strategy, lambda rank: [operation], lambda rank: {"progress_timeout": 2.0})
+    return tune(rank, strategy, lambda rank: [operation, *beside], lambda rank: {"progress_timeout": 2.0})
 
 
 @each_strategy
@@ -225,7 +247,7 @@ def stopped_and_continued(rank: Rank, strategy: str) -> Any:
     operation = Hanging("a", {**COSTS, "slow": 2_000_000.0} if rank.index == 1 else COSTS)
     operation.rank = rank if rank.index == 1 else Rank(0, 2, 0, rank.folder / "elsewhere")
     (rank.folder / "elsewhere").mkdir(exist_ok=True)
-    return tune(rank, strategy, lambda rank: [operation], lambda rank: {"progress_timeout": 2.5})
+    return tune(rank, strategy, lambda rank: with_reduction(rank, operation), lambda rank: {"progress_timeout": 2.5})
 
 
 @each_strategy
@@ -244,7 +266,8 @@ def slow_but_alive(rank: Rank, strategy: str) -> Any:
     """One candidate of rank 1 takes longer than the progress timeout in all, but it moves from candidate to candidate."""
     slow = {"plain": 400_000.0, "quick": 300_000.0, "slow": 900_000.0}
     operation = FakeOperation("a", slow if rank.index == 1 else COSTS)
-    return tune(rank, strategy, lambda rank: [operation], lambda rank: {"progress_timeout": 3.0, "ladder": BucketLadder((1,))})
+    settings = {"progress_timeout": 3.0, "ladder": BucketLadder((1,))}
+    return tune(rank, strategy, lambda rank: with_reduction(rank, operation), lambda rank: settings)
 
 
 @each_strategy
@@ -256,7 +279,8 @@ def test_nobody_is_declared_dead_while_it_works(strategy: str, tmp_path: Path) -
 
 def outlasts_the_cap(rank: Rank, strategy: str) -> Any:
     costs = dict.fromkeys(COSTS, 700000.0) if rank.index == 1 else COSTS
-    return tune(rank, strategy, lambda rank: [FakeOperation("a", costs)], lambda rank: {"progress_timeout": 30.0, "cap": 2.0})
+    operations = with_reduction(rank, FakeOperation("a", costs))
+    return tune(rank, strategy, lambda rank: operations, lambda rank: {"progress_timeout": 30.0, "cap": 2.0})
 
 
 @each_strategy
@@ -267,9 +291,10 @@ def test_the_cap_ends_a_pass_that_still_moves(strategy: str, tmp_path: Path) -> 
 
 
 def leaves(rank: Rank, strategy: str, when: str) -> Any:
-    operation = FakeOperation("a", COSTS)
+    operation, reduction = with_reduction(rank, FakeOperation("a", COSTS))
     with make_tuner(rank, strategy, progress_timeout=30.0) as tuner:
         tuner.record(operation)
+        tuner.record(reduction)
         if rank.index == 1:
             if when == "before":
                 raise KeyError("calibration file")

@@ -146,6 +146,16 @@ def test_a_default_that_fails_somewhere_leaves_the_others_to_time() -> None:
     assert planned(proposal, Answer((CellAnswer((), ("no", None)),))).cells[0].tactics == (FAST,)
 
 
+def test_a_collective_default_that_a_rank_has_no_use_for_stays_untuned() -> None:
+    gloo, shot = Tactic.of("gloo", collective=True), Tactic.of("shot", collective=True)
+    proposal = propose(offer({cell("a"): offered(gloo, shot, default=gloo)}), offer())
+    (got,) = planned(proposal, yes(proposal), Answer((None,))).cells
+    assert (got.default, got.serve, got.tactics) == (gloo, None, ())
+    assert got.rejected[0] == (gloo, "rank 1: it has no such problem, and this tactic needs every rank")
+    with pytest.raises(NothingRunnable, match="gloo: rank 0: no network"):
+        planned(proposal, Answer((CellAnswer((), ("no network", None)),)), Answer((None,)))
+
+
 def test_nothing_runnable_names_the_cell_and_every_reason() -> None:
     proposal = propose(offer({cell("a"): offered()}), offer({cell("a"): offered()}))
     answers = Answer((CellAnswer((), (None, "no shared memory")),)), Answer((CellAnswer((), ("too old a driver", None)),))

@@ -6,7 +6,11 @@ its arguments. Importing this package loads neither SGLang nor torch.
 
 
 def register() -> None:
-    """Add the choice `moe_dist` and its hooks. Raises, and adds no choice, where this SGLang lacks a place that a hook needs."""
+    """Add the choice `moe_dist` and its hooks. RuntimeError: this SGLang lacks what the plugin relies on; no choice is added then."""
+    from moe_dist_sglang.compat import SGLANG
+
+    if (misfit := SGLANG.misfit()) is not None:
+        raise RuntimeError(f"moe_dist adds no choice, for {misfit}")
     from moe_dist_sglang import hooks
 
     hooks.install()

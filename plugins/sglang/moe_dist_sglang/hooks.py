@@ -5,29 +5,27 @@ Every hook leaves SGLang as it is unless `moe_dist` is the chosen runner. State 
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.arg_groups.choices import add_moe_runner_backend_choices
 from sglang.srt.layers.moe.moe_runner.runner import MoeRunner, register_moe_runner_core
 from sglang.srt.layers.moe.utils import MoeRunnerBackend, get_moe_runner_backend, resolve_moe_runner_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_flags
-from sglang.srt.server_args import add_moe_runner_backend_choices
 
 import moe_dist as md
 from moe_dist.settings import serving_settings
 from moe_dist_sglang import serve
-from moe_dist_sglang.layers import NAME, layer_config, unserved
+from moe_dist_sglang.compat import FP8, NAME, UNQUANTISED
+from moe_dist_sglang.layers import layer_config, unserved
 from moe_dist_sglang.runner import MoEDistRunnerCore
 
 Hook = Callable[..., Any]
 
 
 def install() -> None:
-    """Register every hook, then the core, then the choice. AttributeError or ImportError: this SGLang lacks a place; nothing is chosen then."""
-    for target in PLACES:
-        pkgutil.resolve_name(target)  # SGLang only logs a hook that it can't apply, and would run its own experts
+    """Register every hook, then the core, then the choice."""
     for target, hook in PLACES.items():
         HookRegistry.register(target, hook, HookType.AROUND)
     register_moe_runner_core(NAME, MoEDistRunnerCore)
@@ -84,13 +82,11 @@ def warmup(original: Hook, runner: Any) -> None:
     serve.tune(runner.model_runner)
 
 
-_UNQUANTISED = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
-_FP8 = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod"
 PLACES: dict[str, Hook] = {
-    f"{_UNQUANTISED}.create_moe_runner": create_moe_runner,
-    f"{_UNQUANTISED}.apply": apply,
-    f"{_FP8}.create_moe_runner": create_moe_runner,
-    f"{_FP8}.apply": apply,
+    f"sglang.{UNQUANTISED}.create_moe_runner": create_moe_runner,
+    f"sglang.{UNQUANTISED}.apply": apply,
+    f"sglang.{FP8}.create_moe_runner": create_moe_runner,
+    f"sglang.{FP8}.apply": apply,
     "sglang.srt.layers.moe.token_dispatcher.standard._keeps_global_expert_ids": keeps_global_expert_ids,
     "sglang.srt.model_executor.model_runner.ModelRunner.load_model": load_model,
     "sglang.srt.model_executor.runner.base_runner.BaseRunner._warmup": warmup,

@@ -16,8 +16,8 @@ from sglang.srt.runtime_context import get_exec, get_lora
 from sglang.srt.utils import is_cuda, use_intel_amx_backend
 
 import moe_dist as md
+from moe_dist_sglang.compat import NAME
 
-NAME = "moe_dist"
 METHODS = (UnquantizedFusedMoEMethod, Fp8MoEMethod)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

@@ -17,7 +17,7 @@ from sglang.srt.layers.moe.utils import RegisteredMoeRunnerBackend
 from sglang.srt.runtime_context import get_parallel
 
 import moe_dist as md
-from moe_dist_sglang.layers import NAME
+from moe_dist_sglang.compat import NAME
 
 
 class MoEDistRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What this plugin needs of vLLM, and whether the vLLM at hand has it: read from its source files, so that nothing is imported.
+"""What this plugin needs of vLLM. Imports no vLLM: `moe_dist.interop.source` reads its source files.
 
 The list below is complete: a symbol that `patch.py`, `experts.py`, `native.py` or `warmup.py` relies on stands here, with the parameters
 that it must take. It is checked as a whole before anything is changed: an engine is patched entirely or not at all.
@@ -6,22 +6,12 @@ that it must take. It is checked as a whole before anything is changed: an engin
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 from pathlib import Path
 
+from moe_dist.interop import source
+from moe_dist.interop.source import Need
+
 TESTED = "0.26 to 0.33"
-
-
-@dataclasses.dataclass(frozen=True)
-class Need:
-    """module: below `vllm.`. symbol: a name, or Class.name. parameters: those that a function must have, in this order."""
-
-    module: str
-    symbol: str
-    parameters: tuple[str, ...] = ()
-
-
 FUSED_MOE = "model_executor.layers.fused_moe"
 NEEDS = (
     Need("config.kernel", "MoEBackend"),
@@ -75,56 +65,4 @@ NEEDS = (
 
 def problems(root: Path) -> list[str]:
     """What the vLLM whose package lies in `root` lacks, one line a symbol; empty: it fits."""
-    found = []
-    trees: dict[str, ast.Module | None] = {}
-    for need in NEEDS:
-        if need.module not in trees:
-            path = root.joinpath(*need.module.split(".")).with_suffix(".py")
-            trees[need.module] = ast.parse(path.read_text()) if path.is_file() else None
-        tree, name = trees[need.module], f"vllm.{need.module}.{need.symbol}"
-        if tree is None:
-            found.append(f"{name}: there is no module vllm.{need.module}")
-            continue
-        node = _find(tree, need.symbol)
-        if node is None:
-            found.append(f"{name}: there is no such name")
-        elif need.parameters and (taken := _parameters(node))[: len(need.parameters)] != need.parameters:
-            found.append(f"{name}: it takes ({', '.join(taken)}), not ({', '.join(need.parameters)})")
-    return found
-
-
-def _find(tree: ast.Module, symbol: str) -> ast.stmt | None:
-    body, node = tree.body, None
-    for part in symbol.split("."):
-        node = next((statement for statement in _flat(body) if part in _names(statement)), None)
-        if node is None:
-            return None
-        body = node.body if isinstance(node, ast.ClassDef) else []
-    return node
-
-
-def _flat(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The statements of a body, and of its `if` and `try` branches."""
-    flat = []
-    for statement in body:
-        flat.append(statement)
-        for field in ("body", "orelse", "finalbody"):
-            if isinstance(statement, (ast.If, ast.Try)):
-                flat += _flat(getattr(statement, field, []))
-    return flat
-
-
-def _names(statement: ast.stmt) -> set[str]:
-    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        return {statement.name}
-    if isinstance(statement, ast.Assign):
-        return {target.id for target in statement.targets if isinstance(target, ast.Name)}
-    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-        return {statement.target.id}
-    return set()
-
-
-def _parameters(node: ast.stmt) -> tuple[str, ...]:
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return ()
-    return tuple(argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
+    return source.problems(root, NEEDS, "vllm")

@@ -30,11 +30,9 @@ _LIMIT = "_moe_dist_workspace"  # on the worker: the bytes that were counted bef
 
 def tune(worker: Any) -> ServedModel:
     """Tune the layers of this worker's model together with the ranks that run in step. RuntimeError: vLLM gave a layer other experts."""
-    config = worker.vllm_config
-    counts = token_counts(config)
-    with set_current_vllm_config(config):  # vLLM's own experts read it when they are made
-        model = served_model(worker, counts)
-        timeout = timedelta(seconds=envs.VLLM_ENGINE_READY_TIMEOUT_S)
+    model, counts = served_model(worker)
+    timeout = timedelta(seconds=envs.VLLM_ENGINE_READY_TIMEOUT_S)
+    with set_current_vllm_config(worker.vllm_config):  # vLLM's own experts read it when they are made
         model.tune(counts, group_in_step(), timeout, workspace_limit=getattr(worker, _LIMIT, None))
     worker.moe_dist = model
     return model
@@ -46,9 +44,9 @@ def scratch_counted(worker: Any) -> Iterator[None]:
 
     Where vLLM's own experts are the default, that run takes it anyway, and nothing is lost to stock.
     """
+    model, counts = served_model(worker)
     with set_current_vllm_config(worker.vllm_config):
-        counts = token_counts(worker.vllm_config)
-        limit = served_model(worker, counts).workspace_bytes(counts)
+        limit = model.workspace_bytes(counts)
     setattr(worker, _LIMIT, limit)
     runner = worker.model_runner
     run = runner.profile_run
@@ -64,8 +62,8 @@ def scratch_counted(worker: Any) -> Iterator[None]:
         del runner.profile_run
 
 
-def served_model(worker: Any, counts: TokenCounts) -> ServedModel:
-    """The layers of this worker, each with its place in one model. RuntimeError: vLLM gave a layer other experts."""
+def served_model(worker: Any) -> tuple[ServedModel, TokenCounts]:
+    """The layers of this worker, each with its place in one model, and what they will run. RuntimeError: vLLM gave a layer other experts."""
     config = worker.vllm_config
     settings = settings_of(config)
     ours, others = [], []
@@ -80,11 +78,13 @@ def served_model(worker: Any, counts: TokenCounts) -> ServedModel:
             f"--moe-backend=moe_dist was asked for, but vLLM runs its own experts in {len(others)} layers, first {others[0]}; "
             "choose another --moe-backend, or set MOE_DIST_UNSERVED=native to accept that"
         )
+    counts = token_counts(config)
     pool = versions() if any(experts.natives for _, _, experts in ours) else {}
     model = ServedModel(settings, deployment=deployment(config), versions=pool)
-    for name, module, experts in ours:
-        experts.serve(model, name, module.w13_weight, module.w2_weight, module.expert_map, counts.max_num_tokens)
-    return model
+    with set_current_vllm_config(config):
+        for name, module, experts in ours:
+            experts.serve(model, name, module.w13_weight, module.w2_weight, module.expert_map, counts.max_num_tokens)
+    return model, counts
 
 
 def moe_layers(worker: Any) -> Iterator[tuple[str, Any]]:

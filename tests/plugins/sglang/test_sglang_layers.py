@@ -410,17 +410,3 @@ def test_a_layer_that_is_not_served_ends_start_up_with_its_reason(monkeypatch: p
 def test_a_layer_that_is_not_served_may_be_left_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_DIST_UNSERVED", "native")
     assert make_runner(monkeypatch, layer_of(activation="situ"), method_of()) == ["auto"]
-
-
-def test_a_release_without_a_place_gets_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang only logs a hook that it can't apply: the choice would be there, and its own experts behind it."""
-    from moe_dist_sglang import hooks
-    from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    gone = "sglang.srt.model_executor.runner.base_runner.BaseRunner._warm_up_as_it_was_once"
-    monkeypatch.setattr(hooks, "PLACES", {**hooks.PLACES, gone: hooks.warmup})
-    with pytest.raises(AttributeError, match="_warm_up_as_it_was_once"):
-        hooks.install()
-    assert "moe_dist" not in MOE_RUNNER_BACKEND_CHOICES
-    assert not [target for target, found in HookRegistry._hooks.items() if found]

@@ -239,3 +239,72 @@ def test_fp8_scales_mean_what_they_mean_in_vllm(granularity: str) -> None:
     keys = {"tensor": "kFp8StaticTensorSym", "channel": "kFp8StaticChannelSym", "block": "kFp8Static128BlockSym"}
     assert _weight_format(getattr(quant_utils, keys[granularity]))["granularity"] == granularity
     assert experts.config(w1, 4).quant.granularity == granularity
+
+
+class Worker:
+    """What the plugin asks of vLLM's worker, around one layer of ours."""
+
+    def __init__(self, config: Any) -> None:
+        from types import SimpleNamespace
+
+        from moe_dist_vllm.experts import MoEDistExperts
+        from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+
+        moe_config = layer(in_dtype=torch.float32)
+        self.experts = MoEDistExperts(moe_config, FusedMoEQuantConfig.make())
+
+        class Layer(torch.nn.Module):
+            w13_weight, w2_weight, expert_map = torch.randn(8, 128, 128), torch.randn(8, 128, 64), None
+            quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=self.experts))
+
+        module = Layer()
+        module.moe_config = moe_config
+        model = torch.nn.ModuleDict({"layer": module})
+
+        class Runner:
+            def get_model(self) -> torch.nn.Module:
+                return model
+
+            def profile_run(runner) -> str:
+                out = torch.empty(4, 128)
+                ids = torch.tensor([[0, 1]] * 4, dtype=torch.int32)
+                self.experts.run(out, torch.randn(4, 128), module.w13_weight, module.w2_weight, torch.ones(4, 2), ids, None)
+                return "profiled"
+
+        self.vllm_config, self.model_runner = config, Runner()
+
+
+def test_the_profile_run_takes_what_a_winner_may_take_and_tuning_keeps_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: counted before the KV cache is sized, and no candidate may need more afterwards."""
+    from moe_dist_vllm import warmup
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    from moe_dist.serving import ServedModel, TokenCounts
+
+    monkeypatch.setattr(warmup, "token_counts", lambda config: TokenCounts(4))
+    monkeypatch.setattr(warmup, "deployment", lambda config: "test")
+    monkeypatch.setattr(warmup, "group_in_step", lambda: None)
+    config = VllmConfig(additional_config={"moe_dist": {"store": "memory:"}})
+    with set_current_vllm_config(config):
+        worker = Worker(config)
+    taken: list[int] = []
+    empty = torch.empty
+
+    def counted(*shape: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("dtype") == torch.uint8:
+            taken.append(shape[0])
+        return empty(*shape, **kwargs)
+
+    monkeypatch.setattr("moe_dist_vllm.experts.torch.empty", counted)
+    with warmup.scratch_counted(worker):
+        assert worker.model_runner.profile_run() == "profiled"
+    model, counts = warmup.served_model(worker)
+    # torch_grouped's, the default on a CPU: inputs and outputs of 8 rows of both products and more, in fp32.
+    assert taken == [model.workspace_bytes(counts)]
+    assert taken[0] > 8 * (128 + 128 + 64) * 4
+    worker.model_runner.profile_run()
+    assert len(taken) == 1  # a run that sizes nothing takes nothing
+    limits: list[int | None] = []
+    monkeypatch.setattr(ServedModel, "tune", lambda self, counts, group, timeout, workspace_limit: limits.append(workspace_limit))
+    warmup.tune(worker)
+    assert limits == taken

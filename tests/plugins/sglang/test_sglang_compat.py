@@ -1,0 +1,83 @@
+"""A SGLang that lacks what the plugin relies on is named with the symbol, and gets no choice; what the doctor says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from moe_dist_sglang import register
+from moe_dist_sglang.compat import NEEDS, SGLANG
+from moe_dist_sglang.doctor import report
+
+from moe_dist.interop.source import Need, problems
+
+
+def tree(root: Path, needs: tuple[Need, ...] = NEEDS) -> Path:
+    """Source files that have just what is needed."""
+    modules: dict[str, dict[str, list[str]]] = {}
+    for need in needs:
+        owner, _, member = need.symbol.rpartition(".")
+        line = f"def {member}({', '.join(need.parameters)}): ..." if need.parameters else f"{member} = None"
+        modules.setdefault(need.module, {}).setdefault(owner, []).append(line)
+    for module, owners in modules.items():
+        path = root.joinpath(*module.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = []
+        for owner, members in owners.items():
+            lines += [f"class {owner}:", *(f"    {line}" for line in members)] if owner else members
+        path.write_text("\n".join(lines))
+    return root
+
+
+def test_a_tree_that_has_everything_fits(tmp_path: Path) -> None:
+    assert problems(tree(tmp_path), NEEDS, "sglang") == []
+
+
+@pytest.mark.parametrize("missing", NEEDS, ids=lambda need: need.symbol)
+def test_each_symbol_is_missed_by_name(missing: Need, tmp_path: Path) -> None:
+    (said,) = problems(tree(tmp_path, tuple(need for need in NEEDS if need != missing)), NEEDS, "sglang") or [""]
+    assert said.startswith(f"sglang.{missing.module}.{missing.symbol}: there is no")
+
+
+def test_a_release_that_lacks_a_name_gets_no_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any of SGLang is imported: what is read here is a folder without a line of its code."""
+    lacking = tuple(need for need in NEEDS if need.symbol != "BaseRunner._warmup")
+    monkeypatch.setattr("moe_dist.framework.package_root", lambda package: tree(tmp_path, lacking))
+    with pytest.raises(RuntimeError, match=r"no choice, for this SGLang does not fit \(0\.5\.23 do\): .*BaseRunner\._warmup: there is no"):
+        register()
+
+
+def test_doctor_speaks_where_there_is_no_sglang_and_no_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_dist.framework.package_root", lambda package: None)
+    for name in ("MOE_DIST_STORE", "MOE_DIST_TUNE", "MOE_DIST_UNSERVED"):
+        monkeypatch.delenv(name, raising=False)
+    lines = list(report(str(tmp_path), None, tp=2, ep=2, max_tokens=6))
+    assert lines[0] == "sglang: not installed here"
+    assert lines[1].startswith(f"settings: tune tune, store {tmp_path}, budget 120 s, ")
+    assert lines[2] == f"tuned: {tmp_path} holds no epoch of a SGLang deployment"
+    assert "--moe-runner-backend moe_dist --tp 4 --ep 2 --chunked-prefill-size 6;" in lines[3]  # SGLang's --tp counts all ranks
+    assert "torchrun --nproc-per-node=4 -m moe_dist.tune --model MODEL --tp 2 --ep 2 --routed --buckets 1,2,4,6 --policy eager" in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "said"), [("other", "keeps SGLang from loading it; add moe_dist"), ("other, moe_dist", "loads it"), ("", "loads it")]
+)
+def test_doctor_reads_the_list_of_plugins_as_sglang_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: str, said: str) -> None:
+    monkeypatch.setattr("moe_dist.framework.package_root", lambda package: tree(tmp_path))
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [_Point()])
+    monkeypatch.setenv("SGLANG_PLUGINS", allowed)
+    lines = list(report(str(tmp_path / "store"), None, tp=1, ep=1, max_tokens=6))
+    assert said in lines[1]
+    assert lines[2].startswith("patched: the names of --moe-runner-backend")
+
+
+class _Point:
+    name = "moe_dist"
+
+
+@pytest.mark.engine
+def test_the_installed_sglang_fits_and_its_places_are_all_in_the_list() -> None:
+    from moe_dist_sglang.hooks import PLACES
+
+    assert SGLANG.misfit() is None
+    assert set(PLACES) <= {f"sglang.{need.module}.{need.symbol}" for need in NEEDS}
