@@ -212,9 +212,9 @@ class _StruckGroup(RankGroup):
 
     strike: Callable[[str], None]
 
-    def exchange(self, step: str, word: bytes) -> list[bytes]:
+    def _meet(self, step: str, said: bytes, conclude: Callable[[list[bytes]], bytes]) -> bytes:
         self.strike(TIMED if step.startswith(("measure-", "shard-", "reload-published")) else step)
-        return super().exchange(step, word)
+        return super()._meet(step, said, conclude)
 
     def commit(self, table_digest: str) -> None:
         self.strike("commit")
@@ -376,7 +376,7 @@ def _meet(fault: Fault, rank: Rank, tuner: Tuner, group: RankGroup, client: TCPS
         case "out of memory":
             raise MemoryError("no room for the table")
         case "late words of an old pass":
-            for name in ("000002-agree-2/0", "000002-agree-2/all", "000003-decide/all"):
+            for name in ("000002/0", "000002/all", "000003/all"):
                 client.set(f"group/1/1/{name}", "late")  # pass 1 is over
         case "two passes at once":
             tuner.run_pass()

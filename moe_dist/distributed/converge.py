@@ -1,6 +1,7 @@
 """From every rank's measurements to one conclusion: pure functions over words, as `plan.py` is for agreeing.
 
-Whoever holds the same words concludes the same; the tuner sends them with `RankGroup.exchange`.
+Whoever holds the same words concludes the same. Times differ from rank to rank: the leader reads them all, by
+`RankGroup.reduce`, and every rank concludes from the one word that they come to.
 """
 
 from __future__ import annotations
@@ -63,6 +64,42 @@ def reduce_round(words: Sequence[RoundWord], tactics: Sequence[Tactic], objectiv
         else:
             reduced[tactic] = Abstain()
     return reduced
+
+
+def combine_rounds(values: Sequence[bytes], tactics: Sequence[Tactic], objective: str, names: Sequence[int]) -> bytes:
+    """All ranks' words of one round as the group's word: `reduce_round` of them, and the slowest rank's clock."""
+    words = [RoundWord.from_bytes(value, tactics) for value in values]
+    return RoundWord(reduce_round(words, tactics, objective, names), max(word.elapsed_s for word in words)).to_bytes(tactics)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharesWord:
+    """What the ranks that split a cell's candidates found: ratios to the default, and reasons of those that failed somewhere."""
+
+    ratios: Mapping[Tactic, float]
+    failed: Mapping[Tactic, str]
+    elapsed_s: float
+
+    @classmethod
+    def from_bytes(cls, value: bytes, tactics: Sequence[Tactic]) -> SharesWord:
+        ratios, failed, elapsed = msgpack.unpackb(value)
+        return cls({tactics[at]: ratio for at, ratio in ratios}, {tactics[at]: reason for at, reason in failed}, elapsed)
+
+
+def combine_shares(values: Sequence[bytes], tactics: Sequence[Tactic], default: Tactic) -> bytes:
+    """All ranks' words about their shares of the candidates, as one `SharesWord`."""
+    words = [RoundWord.from_bytes(value, tactics) for value in values]
+    failed = {tactic: row.reason for word in words for tactic, row in word.measured.items() if isinstance(row, Failed)}
+    ratios = {tactic: ratio for tactic, ratio in reduce_ratios(words, tactics, default).items() if tactic not in failed}
+    places = {tactic: at for at, tactic in enumerate(tactics)}
+    packed: bytes = msgpack.packb(
+        [
+            [[places[tactic], ratio] for tactic, ratio in ratios.items()],
+            [[places[tactic], reason] for tactic, reason in failed.items()],
+            max(word.elapsed_s for word in words),
+        ]
+    )
+    return packed
 
 
 def reduce_ratios(words: Sequence[RoundWord], tactics: Sequence[Tactic], default: Tactic) -> dict[Tactic, float]:

@@ -2,7 +2,8 @@
 
 Ranks talk through a prefix of a torch.distributed Store, never through the framework's collectives. Every word carries
 run, restart, attachment, pass, step and rank, so a late one matches nothing. One rank, 0, gathers a step's words and
-publishes them together: 2 messages a rank and step, whatever the size of the group.
+publishes them together, or what they come to: 2 messages a rank and step, whatever the size of the group. A long word is said
+by its digest, and its bytes follow only where ranks said different ones: what all say alike never travels.
 Knows nothing of plans, tactics or stores of winners; `converge.py` and the tuner use it.
 """
 
@@ -10,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from moe_dist.errors import (
+    CallsDiffer,
     ConfigError,
     GroupError,
     NothingRunnable,
@@ -48,9 +51,11 @@ _POLL_S, _SLOWEST_POLL_S = 0.001, 0.02
 _POLLS_PER_S = 20_000  # of a whole group at its slowest: one server answers them all
 _LOOK_AROUND_S = 0.25  # how often a waiting rank looks at the verdict and at its peers' progress
 _PROGRESS_EVERY_S = 0.2
+_INLINE = 256  # a word of more bytes is said by its digest first
+WORDS_A_REQUEST = 64  # that the leader reads
 _VERDICT = "verdict"
 _ERRORS: dict[str, type[TuningError]] = {
-    kind.__name__: kind for kind in (RankLost, RankWithdrawn, PassAborted, SettingsDiffer, NothingRunnable)
+    kind.__name__: kind for kind in (RankLost, RankWithdrawn, PassAborted, SettingsDiffer, CallsDiffer, NothingRunnable)
 }
 
 
@@ -85,13 +90,42 @@ def bundle(words: Sequence[bytes]) -> bytes:
     """A step's words as the leader publishes them: each distinct word once, since most ranks say the same, and whose it is."""
     places: dict[bytes, int] = {}
     whose = [places.setdefault(word, len(places)) for word in words]
-    packed: bytes = msgpack.packb([list(places), whose])
+    packed: bytes = msgpack.packb([list(places), whose if len(places) > 1 else len(whose)])
     return packed
 
 
 def unbundle(value: bytes) -> list[bytes]:
     distinct, whose = msgpack.unpackb(value)
-    return [distinct[place] for place in whose]
+    return distinct * whose if isinstance(whose, int) else [distinct[place] for place in whose]
+
+
+def head_of(word: bytes) -> bytes:
+    """How a word is said first: a short one as it is, a long one by its digest."""
+    if len(word) <= _INLINE:
+        return b"=" + word
+    return b"#" + hashlib.sha256(word).digest()[:16]
+
+
+def senders_of(heads: Sequence[bytes]) -> dict[bytes, int]:
+    """{head of a long word: the rank that sends its bytes}; empty where all said the same, since then everybody has them."""
+    if len(set(heads)) == 1:
+        return {}
+    senders: dict[bytes, int] = {}
+    for rank, head in enumerate(heads):
+        if head.startswith(b"#"):
+            senders.setdefault(head, rank)
+    return senders
+
+
+def require_one_step(steps: Sequence[str], names: Sequence[int]) -> None:
+    """CallsDiffer: ranks have met in different steps; names those that are not where most are."""
+    if len(set(steps)) > 1:
+        usual = max(steps, key=list(steps).count)  # the first of equally many: the same on every rank
+        odd = {name: step for name, step in zip(names, steps, strict=True) if step != usual}
+        raise CallsDiffer(
+            "ranks are in different calls: " + ", ".join(f"rank {name} in {step}" for name, step in odd.items())
+            + f", the rest in {usual}; all ranks of a group make the same calls in the same order", odd,
+        )  # fmt: skip
 
 
 def waited_for(spoken: Collection[int], rank: int, size: int) -> list[int]:
@@ -153,7 +187,7 @@ class RankGroup:
             raise TunerStateError(f"rank {rank} of group {scope!r} has an open tuner already; close that one first")
         self._pass = 0
         self._pass_start = 0.0
-        self._step = 0
+        self._step, self._call = 0, ""
         self._progress, self._progress_sent = 0, 0.0
         self._garbage: list[str] = []
         self._open = False
@@ -198,24 +232,24 @@ class RankGroup:
 
     # -- one pass ---------------------------------------------------------------------------------------------------
 
-    def begin_pass(self) -> None:
-        """Open the next pass. TunerStateError: one is open, or the group is dead."""
+    def begin_pass(self, call: str = "a pass") -> None:
+        """Open the next pass. call: what it is for, equal on all ranks. TunerStateError: one is open, or the group is dead."""
         if self.dead:
             raise TunerStateError(f"this group is dead ({self.dead}); start a new group or restart the process")
         if self._open:
             raise TunerStateError("a pass is already open on this group; two can't run at once")
         self._pass += 1
-        self._step = 0
+        self._step, self._call = 0, call
         self._pass_start = time.monotonic()
         self._open = True
 
     @contextlib.contextmanager
-    def open_pass(self) -> Iterator[None]:
+    def open_pass(self, call: str) -> Iterator[None]:
         """A pass of all ranks: opened here, and ended for everyone however the block ends. It commits inside, or raises."""
-        self.begin_pass()
+        self.begin_pass(call)
         try:
             yield
-        except (SettingsDiffer, NothingRunnable, PassAborted) as error:  # all ranks conclude it from the same words
+        except (SettingsDiffer, CallsDiffer, NothingRunnable, PassAborted) as error:  # all ranks conclude it from the same words
             self.conclude(error)
             raise
         except (RankLost, RankWithdrawn, RendezvousLost):  # what the verdict says
@@ -224,31 +258,68 @@ class RankGroup:
             self.withdraw(f"{type(error).__name__}: {first_line(error)}")
             raise
 
-    def exchange(self, step: str, word: bytes) -> list[bytes]:
+    def exchange(self, step: str, word: bytes, *, reads: Collection[int] | None = None) -> list[bytes]:
         """Send `word` and return every rank's, in rank order. All ranks call the same steps in the same order.
 
-        Raises what the pass's verdict says (RankWithdrawn, PassAborted, ...), RankLost at a deadline, RendezvousLost.
+        reads: the ranks whose long words this one needs, the others' may come back as b""; None: all.
+        Raises what the pass's verdict says (RankWithdrawn, PassAborted, ...), RankLost at a deadline, RendezvousLost; CallsDiffer
+        where a peer is in another step.
         """
-        self._step += 1
-        name = f"{self._step:06d}-{step}"
-        self.progress(force=True)
         if self.size == 1:
+            self._next_step()
             return [word]
+        own = head_of(word)
+        heads = unbundle(self._meet(step, own, bundle))
+        known = {own: word} | {head: head[1:] for head in heads if head.startswith(b"=")}
+        senders = senders_of(heads)
+        if senders.get(own) == self.rank:
+            body = self._body(self.rank)
+            self._ask(lambda: self._store.set(body, word))
+            self._garbage.append(body)
+        wanted = {head: rank for head, rank in senders.items() if head != own and (reads is None or rank in reads)}
+        if wanted:
+            self._await([self._body(rank) for rank in wanted.values()], step, lambda: self._unsent(wanted.values()))
+            known |= {head: self._get(self._body(rank)) for head, rank in wanted.items()}
+        return [known.get(head, b"") for head in heads]
+
+    def reduce(self, step: str, word: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
+        """Send `word`, and return what all ranks' words come to: the leader alone reads them, and publishes `combine` of them.
+
+        For words that differ from rank to rank: with `exchange` each rank would read as many as there are ranks. Raises as that does.
+        """
+        if self.size == 1:
+            self._next_step()
+            return combine([word])
+        return self._meet(step, word, combine)
+
+    def _next_step(self) -> str:
+        self._step += 1
+        self.progress(force=True)
+        return f"{self._step:06d}"
+
+    def _meet(self, step: str, said: bytes, conclude: Callable[[list[bytes]], bytes]) -> bytes:
+        """All ranks say something, and all get what the leader concludes from it."""
+        name, place = self._next_step(), f"{self._call}, step {step}"
         own, all_words = self._key(f"{name}/{self.rank}"), self._key(f"{name}/all")
-        self._ask(lambda: self._store.set(own, word))
+        self._ask(lambda: self._store.set(own, msgpack.packb([place, said])))
         if self.is_leader:
             keys = [self._key(f"{name}/{rank}") for rank in range(self.size)]
-            self._await(keys, step, name)
-            words = [self._get(key) for key in keys]
-            self._ask(lambda: self._store.set(all_words, bundle(words)))
+            self._await(keys, step, lambda: self._silent(name))
+            words = [msgpack.unpackb(word) for word in self._get_many(keys)]
+            places = [place for place, _ in words]
+            differ = len(set(places)) > 1
+            met = msgpack.packb([places, b""] if differ else [[], conclude([word for _, word in words])])
+            self._ask(lambda: self._store.set(all_words, met))
         else:
-            self._await([all_words], step, name)
-            words = unbundle(self._get(all_words))
+            self._await([all_words], step, lambda: self._silent(name))
+            met = self._get(all_words)
         # Whoever holds this step's words knows that all have read the last step's: those can go.
         for key in self._garbage:
             self._ask(lambda key=key: self._store.delete_key(key))  # type: ignore[misc]
         self._garbage = [own, all_words] if self.is_leader else [own]
-        return words
+        met_in, concluded = msgpack.unpackb(met)
+        require_one_step(met_in, self.names)
+        return bytes(concluded)
 
     def progress(self, *, force: bool = False) -> None:
         """Show peers that this rank works. Cheap; sent at most five times a second. Only the working thread calls it."""
@@ -264,7 +335,7 @@ class RankGroup:
         if self.is_leader:
             verdict = self._decide(Verdict(committed=table_digest))
         else:
-            self._await([self._key(_VERDICT)], "commit", None)
+            self._await([self._key(_VERDICT)], "commit", lambda: [0], verdict=True)
             verdict = self._read_verdict()
         self._open = False
         error = why_not_served(verdict, table_digest, self._pass, self.names[self.rank])
@@ -353,8 +424,18 @@ class RankGroup:
     def _present(self, key: str) -> bool:
         return bool(self._ask(lambda: self._store.check([key])))
 
-    def _await(self, keys: list[str], step: str, name: str | None) -> None:
-        """Until all `keys` are there. Raises what the verdict says, or decides that ranks are lost."""
+    def _get_many(self, keys: list[str]) -> list[bytes]:
+        """The values of `keys`, which are there: in few requests where the store can."""
+        if not self._store.has_extended_api():
+            return [self._get(key) for key in keys]
+        parts = [keys[at : at + WORDS_A_REQUEST] for at in range(0, len(keys), WORDS_A_REQUEST)]
+        return [bytes(value) for part in parts for value in self._ask(lambda part=part: self._store.multi_get(part))]  # type: ignore[misc]
+
+    def _await(self, keys: list[str], step: str, missing: Callable[[], list[int]], *, verdict: bool = False) -> None:
+        """Until all `keys` are there. missing: the ranks that are waited for. verdict: what is awaited is the pass's end itself.
+
+        Raises what the verdict says, or decides that ranks are lost.
+        """
         seen: dict[int, tuple[bytes, float]] = {}
         looked = time.monotonic()
         pause = _POLL_S
@@ -367,21 +448,26 @@ class RankGroup:
             looked = now
             if self._present(self._key(_VERDICT)):
                 # A commit follows the last words: they may have come between the two looks.
-                if name is None or self._ask(lambda: self._store.check(keys)):
+                if verdict or self._ask(lambda: self._store.check(keys)):
                     return
                 self._open = False
                 self._die_of(self._read_verdict())
-            missing = self._missing(name)
-            stale = [rank for rank in missing if now - self._last_moved(rank, seen) > self._progress_timeout]
-            if missing and (stale or now - self._pass_start > self._cap):
-                self._lose(stale or missing, step, over_cap=not stale)
+            waited = missing()
+            stale = [rank for rank in waited if now - self._last_moved(rank, seen) > self._progress_timeout]
+            if waited and (stale or now - self._pass_start > self._cap):
+                self._lose(stale or waited, step, over_cap=not stale)
 
-    def _missing(self, name: str | None) -> list[int]:
-        """The ranks that this one waits for in step `name`; None: for the verdict."""
-        if name is None:
-            return [0]
+    def _silent(self, name: str) -> list[int]:
+        """The ranks that this one waits for in step `name`."""
         spoken = [rank for rank in range(self.size) if rank != self.rank and self._present(self._key(f"{name}/{rank}"))]
         return waited_for(spoken, self.rank, self.size)
+
+    def _body(self, rank: int) -> str:
+        """Where the bytes of `rank`'s long word lie, in the current step."""
+        return self._key(f"{self._step:06d}/bytes/{rank}")
+
+    def _unsent(self, senders: Iterable[int]) -> list[int]:
+        return [rank for rank in senders if not self._present(self._body(rank))]
 
     def _last_moved(self, rank: int, seen: dict[int, tuple[bytes, float]]) -> float:
         """When this rank last saw `rank`'s progress counter change, by its own clock; at first, when it first waited for `rank`.

@@ -1,6 +1,7 @@
 """What a group agrees to do: pure functions from the ranks' words to a proposal, then a plan. No rank is talked to here.
 
-agree 1: every rank sends an `Offer`; `agree_offers` gives the union of their problems and the hits they hold.
+agree 1: every rank sends an `Offer`; `agree_offers` gives the union of their problems and the digests of the hits they hold.
+hits: only where `lacked_hits` says that a rank lacks one; the bytes are sent by the first rank that holds them.
 agree 2: every rank sends an `Answer` to that; `agree_plan` gives the plan, the same everywhere: it fixes every later step.
 """
 
@@ -8,20 +9,28 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgpack
 
 from moe_dist.errors import NothingRunnable, SettingsDiffer
-from moe_dist.tuning.problem import Bucket, Cell, Problem, Tactic, canonical, digest, pack
+from moe_dist.tuning.problem import Bucket, Cell, Problem, Tactic, canonical, digest
 
 T = TypeVar("T")
+
+MAX_HITS = 4  # of a cell, that are proposed: where each rank holds another, the newest are enough
+
+
+def hit_digest(entry: bytes) -> bytes:
+    """How an offer names the entry that it would serve from."""
+    return hashlib.sha256(entry).digest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)
 class CellOffer:
-    """One rank's say on a cell. hit: the entry bytes that it would serve from, and the epoch that it was tuned for."""
+    """One rank's say on a cell. hit: the digest of the entry that it would serve from, and the epoch that it was tuned for."""
 
     default: Tactic
     candidates: tuple[Tactic, ...]
@@ -45,24 +54,25 @@ class Offer:
     stored: tuple[int, str] = (0, "")
 
     def to_bytes(self) -> bytes:
-        """Problems and tactics are written once each and named by their place."""
-        problems: dict[Problem, int] = {}
-        tactics: dict[Tactic, int] = {}
+        """Problems, modes, tactics and lists of candidates are written once each and named by their place."""
+        problems, modes, tactics, choices = (dict[Any, int]() for _ in range(4))
 
         def place(table: dict[Any, int], item: Any) -> int:
             return table.setdefault(item, len(table))
 
         cells = [
             [
-                place(problems, cell.problem), cell.mode, cell.bucket.low, cell.bucket.high,
-                place(tactics, offer.default), [place(tactics, tactic) for tactic in offer.candidates], offer.hit, offer.hit_epoch,
+                place(problems, cell.problem), place(modes, cell.mode), cell.bucket.low, cell.bucket.high,
+                place(choices, (offer.default, *offer.candidates)), offer.hit, offer.hit_epoch,
             ]
             for cell, offer in self.cells.items()
         ]  # fmt: skip
+        listed = [[place(tactics, tactic) for tactic in choice] for choice in choices]
         packed: bytes = msgpack.packb({
             "settings": canonical(self.settings), "environment": canonical(self.environment), "limit": self.workspace_limit,
             "epoch": [self.epoch, self.epoch_digest, self.stored], "cells": cells,
-            "problems": [[problem.operation, problem.fields] for problem in problems], "tactics": [tactic.to_plain() for tactic in tactics],
+            "problems": [[problem.operation, problem.fields] for problem in problems], "modes": list(modes),
+            "tactics": [tactic.to_plain() for tactic in tactics], "choices": listed,
         })  # fmt: skip
         return packed
 
@@ -71,11 +81,12 @@ class Offer:
         plain = msgpack.unpackb(value, strict_map_key=True)
         problems = [Problem(operation, canonical(fields)) for operation, fields in plain["problems"]]
         tactics = [Tactic.from_plain(tactic) for tactic in plain["tactics"]]
+        choices = [tuple(tactics[at] for at in choice) for choice in plain["choices"]]
         cells = {
-            Cell(problems[problem], mode, Bucket(low, high)): CellOffer(
-                tactics[default], tuple(tactics[at] for at in candidates), hit, hit_epoch
+            Cell(problems[problem], plain["modes"][mode], Bucket(low, high)): CellOffer(
+                choices[choice][0], choices[choice][1:], hit, hit_epoch
             )
-            for problem, mode, low, high, default, candidates, hit, hit_epoch in plain["cells"]
+            for problem, mode, low, high, choice, hit, hit_epoch in plain["cells"]
         }
         epoch, epoch_digest, stored = plain["epoch"]
         settings, environment = ({name: canonical(item) for name, item in plain[field]} for field in ("settings", "environment"))
@@ -84,7 +95,7 @@ class Offer:
 
 @dataclasses.dataclass(frozen=True)
 class ProposedCell:
-    """candidates: the union, default first, then by name. hits: distinct entry bytes, the preferred first."""
+    """candidates: the union, default first, then by name. hits: digests of distinct entries, the preferred first."""
 
     cell: Cell
     default: Tactic
@@ -118,17 +129,18 @@ class Answer:
     cells: tuple[CellAnswer | None, ...]
 
     def to_bytes(self) -> bytes:
-        packed: bytes = msgpack.packb([None if cell is None else [cell.hits, cell.candidates] for cell in self.cells])
+        """Where there is no reason, as mostly, the number of those that it is not against stands for them."""
+        packed: bytes = msgpack.packb([None if cell is None else [_brief(cell.hits), _brief(cell.candidates)] for cell in self.cells])
         return packed
 
     @classmethod
     def from_bytes(cls, value: bytes) -> Answer:
-        return cls(tuple(None if cell is None else CellAnswer(tuple(cell[0]), tuple(cell[1])) for cell in msgpack.unpackb(value)))
+        return cls(tuple(None if cell is None else CellAnswer(*map(_full, cell)) for cell in msgpack.unpackb(value)))
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedCell:
-    """serve: the entry bytes that all accepted, or None: time `tactics` (default first). ranks: those that have the problem."""
+    """serve: the digest of the entry that all accepted, or None: time `tactics` (default first). ranks: those that have the problem."""
 
     cell: Cell
     default: Tactic
@@ -154,7 +166,7 @@ def agree_offers(offers: Sequence[Offer], names: Sequence[int], *, mixed_environ
     if not mixed_environments:
         _require_equal("environments", [offer.environment for offer in offers], names)
     voices = _voices(offers)
-    cells = sorted({cell for _, offer in voices for cell in offer.cells}, key=lambda cell: (pack(cell.problem), cell.mode, cell.bucket))
+    cells = sorted({cell for _, offer in voices for cell in offer.cells}, key=lambda cell: (cell.problem.packed, cell.mode, cell.bucket))
     proposed = []
     for cell in cells:
         said = [(names[rank], offer.cells[cell]) for rank, offer in voices if cell in offer.cells]
@@ -167,14 +179,30 @@ def agree_offers(offers: Sequence[Offer], names: Sequence[int], *, mixed_environ
                     ["default"],
                 )
         others = {tactic for _, offer in said for tactic in offer.candidates} - {default}
-        hits = {(offer.hit_epoch, offer.hit) for _, offer in said if offer.hit is not None}
-        preferred = sorted(hits, key=lambda hit: (-hit[0], hashlib.sha256(hit[1]).digest()))
-        proposed.append(ProposedCell(cell, default, (default, *sorted(others, key=str)), tuple(dict.fromkeys(hit for _, hit in preferred))))
+        preferred = sorted({(-offer.hit_epoch, offer.hit) for _, offer in said if offer.hit is not None})
+        hits = tuple(itertools.islice(dict.fromkeys(hit for _, hit in preferred), MAX_HITS))
+        proposed.append(ProposedCell(cell, default, (default, *sorted(others, key=str)), hits))
     limits = [offer.workspace_limit for offer in offers if offer.workspace_limit is not None]
     bases = {offer.epoch_digest for offer in offers}
     stored = max(offer.stored for offer in offers)
     number = 1 + max(stored[0], max(offer.epoch for offer in offers))
     return Proposal(tuple(proposed), min(limits, default=None), bases.pop() if len(bases) == 1 else None, number, stored)
+
+
+def lacked_hits(proposal: Proposal, offers: Sequence[Offer]) -> dict[bytes, int]:
+    """{digest of a proposed hit that a rank does not hold: the first rank that does}, in the order of the proposal.
+
+    A rank without the problem lacks its hits too: it serves the same table as the others.
+    """
+    voices = _voices(offers)
+    lacked: dict[bytes, int] = {}
+    for proposed in proposal.cells if len(voices) > 1 else ():
+        held = [(rank, offer.cells[proposed.cell].hit if proposed.cell in offer.cells else None) for rank, offer in voices]
+        for hit in proposed.hits:
+            holders = [rank for rank, own in held if own == hit]
+            if len(holders) < len(held):
+                lacked[hit] = holders[0]
+    return lacked
 
 
 def agree_plan(proposal: Proposal, answers: Sequence[Answer], names: Sequence[int]) -> Plan:
@@ -207,6 +235,14 @@ def agree_plan(proposal: Proposal, answers: Sequence[Answer], names: Sequence[in
         ranks = everyone if len(present) == len(said) else tuple(rank for rank in everyone if answers[rank].cells[at] is not None)
         planned.append(PlannedCell(proposed.cell, proposed.default, serve, tuple(runnable), tuple(rejected), ranks))
     return Plan(tuple(planned), proposal.base, proposal.number, proposal.stored)
+
+
+def _brief(reasons: tuple[str | None, ...]) -> int | list[str | None]:
+    return list(reasons) if any(reasons) else len(reasons)
+
+
+def _full(brief: int | list[str | None]) -> tuple[str | None, ...]:
+    return (None,) * brief if isinstance(brief, int) else tuple(brief)
 
 
 def _voices(words: Sequence[T]) -> list[tuple[int, T]]:

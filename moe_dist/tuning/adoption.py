@@ -59,7 +59,7 @@ def adopt_newest(
 
     None, said in the log: there is no such epoch, or a rank can't serve it, or has pins on another. PassAborted: a rank can't have the symmetric memory.
     """
-    with group.open_pass():
+    with group.open_pass("reload"):
         found = newest_committed(store, serving.deployment) if group.is_leader else None
         value = group.exchange("reload", found.value if found else b"")[0]
         found = found or (read_committed(value, serving.deployment) if value else None)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgpack
 
+from moe_dist.distributed.epoch import spread
 from moe_dist.distributed.group import RankGroup
 from moe_dist.distributed.plan import PlannedCell
 from moe_dist.stores.base import Store
@@ -40,16 +41,25 @@ class Apart:
         self._settings, self._group, self._store, self._rounds = settings, group, store, rounds
         self._environments, self._announce = environments, announce
 
-    def tune(self, to_tune: Sequence[PlannedCell], number: int) -> tuple[list[Decided], dict[Cell, bytes]]:
-        """What each cell came to, and the entries of the table that all adopted. number: of the epoch to come."""
-        group = self._group
-        mine, failed = self._measure(to_tune)
-        published = [
-            msgpack.unpackb(word, strict_map_key=False) for word in group.exchange("reload-published", msgpack.packb([mine, failed]))
-        ]
-        adopted = self._adopt(self._list_table(to_tune, published) if group.is_leader else {}, number)
-        entries = {to_tune[index].cell: entry for index, entry in adopted.items()}
-        decided = [_decided_from(planned, entries.get(planned.cell), index, published) for index, planned in enumerate(to_tune)]
+    def tune(self, to_tune: Sequence[PlannedCell]) -> tuple[list[Decided], dict[Cell, bytes]]:
+        """What each cell came to, and the entries of the table that all adopted."""
+        listed: dict[int, bytes] = {}
+
+        def list_table(words: list[bytes]) -> bytes:
+            """The leader's part: the table, and what all hear at once, the reasons of what failed somewhere."""
+            published = [msgpack.unpackb(word, strict_map_key=False) for word in words]
+            failed: dict[int, list[list[Any]]] = {}
+            for _, failed_there in published:
+                for index, rows in failed_there.items():
+                    failed.setdefault(index, []).extend(rows)
+            listed.update(self._list_table(to_tune, [mine for mine, _ in published], failed))
+            packed: bytes = msgpack.packb(failed)
+            return packed
+
+        combined = self._group.reduce("reload-published", msgpack.packb(self._measure(to_tune)), list_table)
+        failed = msgpack.unpackb(combined, strict_map_key=False)
+        entries = {to_tune[index].cell: entry for index, entry in self._adopt(listed).items()}
+        decided = [_decided_from(planned, entries.get(planned.cell), failed.get(index, [])) for index, planned in enumerate(to_tune)]
         return decided, entries
 
     def _measure(self, to_tune: Sequence[PlannedCell]) -> tuple[dict[int, bytes], dict[int, list[list[Any]]]]:
@@ -67,34 +77,31 @@ class Apart:
                 mine[index] = entry
         return mine, failed
 
-    def _adopt(self, listed: dict[int, bytes], number: int) -> dict[int, bytes]:
+    def _adopt(self, listed: dict[int, bytes]) -> dict[int, bytes]:
         """The leader's table on every rank: through the store, or over the group where a rank does not find it there."""
         group, store = self._group, self._store
         table = msgpack.packb(listed) if group.is_leader else b""
-        path = f"proposals/{digest(self._settings.deployment)}/{number:08d}"
-        announced = table and store.put(path, table)
-        proposed = msgpack.unpackb(group.exchange("reload-epoch", msgpack.packb([bool(announced), digest(table)]))[0])
-        seen = store.get(path) if proposed[0] else None
-        shared = [bool(word) for word in group.exchange("reload-read", b"\1" if seen is not None and digest(seen) == proposed[1] else b"")]
-        strangers = [name for name, reads in zip(group.names, shared, strict=True) if not reads]
-        if strangers and group.is_leader:
-            log.warning("store %s is not shared with rank %s: the table is sent over the group", store.url, ", ".join(map(str, strangers)))
-        sent = group.exchange("reload-table", table if strangers else b"")[0]
-        adopted = sent or (seen if seen is not None else table)
-        if group.is_leader:
+        path = f"proposals/{digest(self._settings.deployment)}/{digest(table)}"
+        held = bool(listed) and group.size > 1 and store.put(path, table)
+        adopted, strangers = spread(group, store, path, table, held=held)
+        if held:
             store.delete(path)
+        if strangers and listed:
+            log.warning("store %s is not shared with rank %s: the table is sent over the group", store.url, ", ".join(map(str, strangers)))
         entries: dict[int, bytes] = msgpack.unpackb(adopted, strict_map_key=False)
         return entries
 
-    def _list_table(self, to_tune: Sequence[PlannedCell], published: Sequence[Any]) -> dict[int, bytes]:
+    def _list_table(
+        self, to_tune: Sequence[PlannedCell], published: Sequence[dict[int, bytes]], failed: dict[int, list[list[Any]]]
+    ) -> dict[int, bytes]:
         """The leader's choice for each cell: what the store holds now, else the first rank's own; never a tactic that failed somewhere."""
         table: dict[int, bytes] = {}
         stored = self._store.get_many([self._settings.key(self._environments[0], planned.cell).path for planned in to_tune])
         for index, planned in enumerate(to_tune):
-            bad = {planned.tactics[at] for _, failed in published for at, _ in failed.get(index, [])}
+            bad = {planned.tactics[at] for at, _ in failed.get(index, [])}
             offered = [
                 stored.get(self._settings.key(self._environments[0], planned.cell).path),
-                *(mine.get(index) for mine, _ in published),
+                *(mine.get(index) for mine in published),
             ]
             for entry in offered:
                 if entry is not None and self._fits(entry, planned, bad):
@@ -114,8 +121,8 @@ class Apart:
         )
 
 
-def _decided_from(planned: PlannedCell, value: bytes | None, index: int, published: Sequence[Any]) -> Decided:
-    rejected = [(planned.tactics[at], reason) for _, failed in published for at, reason in failed.get(index, [])]
+def _decided_from(planned: PlannedCell, value: bytes | None, failed: Sequence[Sequence[Any]]) -> Decided:
+    rejected = [(planned.tactics[at], reason) for at, reason in failed]
     if value is None:
         return Decided(planned.cell, planned.default, None, None, (*planned.rejected, *rejected))
     entry = decode_entry(value)

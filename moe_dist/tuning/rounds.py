@@ -64,17 +64,18 @@ class Rounds:
             race, failed_here = self._race_alone(measurer, mine, yardstick)
             standings = [standing for tactic in mine if (standing := race.standing(tactic)) is not None]
             measured = {standing.tactic: timed(standing) for standing in standings} | failed_here
-        words = self._exchange(f"shard-{index}", planned.tactics, measured)
-        failed = {tactic: row.reason for word in words for tactic, row in word.measured.items() if isinstance(row, Failed)}
-        ratios = {
-            tactic: ratio for tactic, ratio in converge.reduce_ratios(words, planned.tactics, yardstick).items() if tactic not in failed
-        }
-        final = finalists(ratios, yardstick) if local else []
+        tactics = planned.tactics
+        combined = self._group.reduce(
+            f"shard-{index}", self._word(tactics, measured), lambda values: converge.combine_shares(values, tactics, yardstick)
+        )
+        shares = converge.SharesWord.from_bytes(combined, tactics)
+        self._spend(shares.elapsed_s)
+        final = finalists(shares.ratios, yardstick) if local else []
         if measurer is not None and not self.spent:
             measurer.prepare(final)
         decided = self._race(f"final-{index}", planned, final, measurer)
-        beaten = tuple((tactic, f"{ratio:.2f}x {yardstick}, no finalist") for tactic, ratio in ratios.items() if tactic not in final)
-        return dataclasses.replace(decided, rejected=(*decided.rejected, *failed.items(), *beaten))
+        beaten = tuple((tactic, f"{ratio:.2f}x {yardstick}, no finalist") for tactic, ratio in shares.ratios.items() if tactic not in final)
+        return dataclasses.replace(decided, rejected=(*decided.rejected, *shares.failed.items(), *beaten))
 
     def alone(self, planned: PlannedCell) -> tuple[Race, dict[Tactic, Measurement]] | None:
         """All rounds of a cell on this rank alone: the race, and the candidates that failed in it; None: as `_measurer` says."""
@@ -109,9 +110,9 @@ class Rounds:
         for number in range(1 + self._settings.policy.rounds):
             in_time = not self.spent  # agreed: it follows from the words of the last exchange
             measured = measurer.round(race.alive, sweeps=1 if number == 0 else None) if measurer is not None and in_time else {}
-            words = self._exchange(f"{step}-{number}", tactics, measured)
+            reduced = self._reduced(f"{step}-{number}", tactics, measured)
             if in_time:
-                race.feed(converge.reduce_round(words, race.alive, self._settings.objective, self._group.names))
+                race.feed(reduced)
             else:
                 race.stop("the time budget ended before it was timed to the end")
         self._time_collectives(step, planned, race, measurer)
@@ -132,8 +133,7 @@ class Rounds:
             measured: Measurement = Failed(against[0]) if against else Abstain()
             if measurer is not None and not against:
                 measured = measurer.run_counted(tactic, policy.rounds * policy.sweeps, COLLECTIVE_CALLS)
-            words = self._exchange(f"{step}-collective-{at}", [tactic], {tactic: measured})
-            race.enter(tactic, converge.reduce_round(words, [tactic], self._settings.objective, names)[tactic])
+            race.enter(tactic, self._reduced(f"{step}-collective-{at}", [tactic], {tactic: measured}).get(tactic, Abstain()))
 
     def _race_alone(self, measurer: CellMeasurer, tactics: Sequence[Tactic], default: Tactic) -> tuple[Race, dict[Tactic, Measurement]]:
         """All rounds on this rank alone: the race, and the candidates that failed in it."""
@@ -144,12 +144,22 @@ class Rounds:
             race.feed(measured)
         return race, failed
 
-    def _exchange(self, step: str, tactics: Sequence[Tactic], measured: Mapping[Tactic, Measurement]) -> list[converge.RoundWord]:
-        """Every rank's word of a round; from the slowest rank's clock follows whether the budget is spent, for all alike."""
-        word = converge.RoundWord(measured, time.monotonic() - self._started)
-        words = [converge.RoundWord.from_bytes(value, tactics) for value in self._group.exchange(step, word.to_bytes(tactics))]
-        self.spent = self.spent or self._over_budget(max(word.elapsed_s for word in words))
-        return words
+    def _reduced(self, step: str, tactics: Sequence[Tactic], measured: Mapping[Tactic, Measurement]) -> Mapping[Tactic, Measurement]:
+        """The group's measurements of a round, reduced by the objective; what no rank timed is not among them."""
+        objective, names = self._settings.objective, self._group.names
+        combined = self._group.reduce(
+            step, self._word(tactics, measured), lambda values: converge.combine_rounds(values, tactics, objective, names)
+        )
+        word = converge.RoundWord.from_bytes(combined, tactics)
+        self._spend(word.elapsed_s)
+        return word.measured
+
+    def _word(self, tactics: Sequence[Tactic], measured: Mapping[Tactic, Measurement]) -> bytes:
+        return converge.RoundWord(measured, time.monotonic() - self._started).to_bytes(tactics)
+
+    def _spend(self, elapsed_s: float) -> None:
+        """From the slowest rank's clock follows whether the budget is spent, for all alike."""
+        self.spent = self.spent or self._over_budget(elapsed_s)
 
     def _over_budget(self, elapsed_s: float) -> bool:
         return self._settings.budget is not None and elapsed_s > self._settings.budget.total_seconds()

@@ -6,11 +6,14 @@ very same steps. Every exchange below is reached by every rank, whatever happene
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
+
+import msgpack
 
 from moe_dist.distributed import converge, epoch, plan
 from moe_dist.distributed.group import RankGroup
@@ -69,20 +72,21 @@ class TunePass:
         self._arena, self._ahead = arena, ahead
         self._environments = [environment]
         self._started = time.monotonic()
+        self._held: dict[bytes, tuple[bytes, Entry]] = {}  # by digest: the entries that this rank could serve from
         self._rounds = Rounds(settings, group, records, journal)
 
     def run(self) -> PassOutcome:
         """The outcome that the whole group committed, adopted. Any error before that leaves the previous epoch in force on every rank;
         what comes after (publishing, the callback) can fail, but changes no rank's table."""
         group, rounds = self._group, self._rounds
-        with group.open_pass():
+        with group.open_pass("run_pass"):
             try:
                 self._on_progress(ProgressEvent("agree"))
                 agreed = self._agree()
                 to_tune = [cell for cell in agreed.cells if cell.serve is None] if self._settings.measure else []
                 rounds.lend_arena(to_tune)
                 compiled = self._compile_ahead(to_tune)
-                decided, entries = self._measure(to_tune, agreed.number)
+                decided, entries = self._measure(to_tune)
                 outcome = dataclasses.replace(self._conclude(agreed, decided, entries), compiled=compiled)
                 if self._may_need_arena(agreed):
                     outcome = dataclasses.replace(outcome, arena=reserve_for(group, outcome.epoch, self._records, self._arena))
@@ -108,6 +112,8 @@ class TunePass:
         offers = _decoded(group.exchange("agree-1", self._offer().to_bytes()), plan.Offer.from_bytes)
         proposal = plan.agree_offers(offers, names, mixed_environments=self._settings.mixed_environments)
         self._environments = list(dict.fromkeys(Environment.from_plain(offer.environment) for offer in offers))
+        if lacked := plan.lacked_hits(proposal, offers):
+            self._share_hits(lacked)
         answers = _decoded(group.exchange("agree-2", self._answer(proposal).to_bytes()), plan.Answer.from_bytes)
         return plan.agree_plan(proposal, answers, names)
 
@@ -116,12 +122,15 @@ class TunePass:
             Cell(problem, mode, bucket) for problem in self._records for mode in self._settings.modes for bucket in self._settings.buckets
         ]
         hits = self._hits(cells)
+        self._held = {plan.hit_digest(value): (value, entry) for value, entry in hits.values()}
         offered = {}
         for cell in cells:
             operation = self._records[cell.problem]
             candidates = tuple(dict.fromkeys(operation.candidates(cell.bucket, cell.mode)))
             served = self._serving.number if cell in self._serving.winners else 0
-            offered[cell] = plan.CellOffer(operation.default(cell.bucket, cell.mode), candidates, hits.get(cell), served)
+            offered[cell] = plan.CellOffer(
+                operation.default(cell.bucket, cell.mode), candidates, plan.hit_digest(hits[cell][0]) if cell in hits else None, served
+            )
         return plan.Offer(
             settings=self._settings.agreed(),
             environment=self._environment.to_plain(),
@@ -138,7 +147,18 @@ class TunePass:
         newest = newest_committed(self._store, deployment)
         return (newest.epoch.number, newest.epoch.digest) if newest else (epoch.newest_number(self._store, deployment), "")
 
-    def _hits(self, cells: Iterable[Cell]) -> dict[Cell, bytes]:
+    def _share_hits(self, lacked: Mapping[bytes, int]) -> None:
+        """Entries whose digests were offered, to the ranks that lack them, from the first that holds each."""
+        group, wanted = self._group, {hit: rank for hit, rank in lacked.items() if hit not in self._held}
+        mine = [self._held[hit][0] for hit, rank in lacked.items() if rank == group.rank]
+        words = group.exchange("hits", msgpack.packb(mine), reads=set(wanted.values()))
+        for rank in set(wanted.values()):
+            for value in msgpack.unpackb(words[rank]):
+                if (hit := plan.hit_digest(value)) in wanted:
+                    with contextlib.suppress(Malformed):  # no rank offers one; what is not held is answered with a reason
+                        self._held[hit] = (value, decode_entry(value))
+
+    def _hits(self, cells: Iterable[Cell]) -> dict[Cell, tuple[bytes, Entry]]:
         """Entries of this rank's cells: memory first, then one read of the store. A damaged one is a miss, logged with its reason."""
         paths = {cell: self._key(cell).path for cell in cells}
         stored = self._store.get_many([path for path in paths.values() if path not in self._memory])
@@ -148,11 +168,9 @@ class TunePass:
             if value is None:
                 continue
             try:
-                decode_entry(value, self._key(cell).digest)
+                hits[cell] = (value, decode_entry(value, self._key(cell).digest))
             except Malformed as error:
                 log.warning("%s: the stored entry is a miss: %s", cell, error)
-                continue
-            hits[cell] = value
         return hits
 
     def _answer(self, proposal: plan.Proposal) -> plan.Answer:
@@ -172,10 +190,9 @@ class TunePass:
     def _why_not_hit(
         self, operation: Operation, proposed: plan.ProposedCell, hit: bytes, allowed: set[str], limit: int | None
     ) -> str | None:
-        try:
-            entry = decode_entry(hit)
-        except Malformed as error:
-            return str(error)
+        if hit not in self._held:
+            return f"entry {hit.hex()[:8]} did not arrive"
+        _, entry = self._held[hit]
         if entry.key_digest not in allowed:
             return f"it was tuned under another key ({entry.key_digest[:8]})"
         reason = self._why_not(operation, proposed, entry.tactic, limit)
@@ -227,7 +244,7 @@ class TunePass:
 
     # -- measure, decide and publish ------------------------------------------------------------------------------------
 
-    def _measure(self, to_tune: Sequence[plan.PlannedCell], number: int) -> tuple[list[Decided], dict[Cell, bytes]]:
+    def _measure(self, to_tune: Sequence[plan.PlannedCell]) -> tuple[list[Decided], dict[Cell, bytes]]:
         """By the strategy: what each cell came to, and the entries that are there already."""
         rounds, strategy = self._rounds, self._settings.strategy
 
@@ -247,13 +264,13 @@ class TunePass:
         talking = [cell for cell in to_tune if any(tactic.collective for tactic in cell.tactics)]
         environments = list(dict.fromkeys([self._environment, *self._environments]))
         apart = Apart(self._settings, self._group, self._store, rounds, environments, announce)
-        decided, entries = apart.tune([cell for cell in to_tune if cell not in talking], number)
+        decided, entries = apart.tune([cell for cell in to_tune if cell not in talking])
         return decided + together(talking, rounds.reduce), entries
 
     def _may_need_arena(self, agreed: plan.Plan) -> bool:
         """Whether the epoch to come may hold a collective tactic: from the plan alone, so that all ranks take the step or none."""
         planned = [tactic for cell in agreed.cells for tactic in (cell.default, *cell.tactics)]
-        served = [decode_entry(cell.serve).tactic for cell in agreed.cells if cell.serve is not None]
+        served = [self._held[cell.serve][1].tactic for cell in agreed.cells if cell.serve is not None]
         kept = [winner.tactic for winner in self._serving.winners.values()] if agreed.base is not None else []
         return any(tactic.collective for tactic in (*planned, *served, *kept))
 
@@ -266,9 +283,8 @@ class TunePass:
         hits = [cell for cell in agreed.cells if cell.serve is not None]
         for planned in hits:
             assert planned.serve is not None
-            entry = decode_entry(planned.serve)
+            kept[planned.cell], entry = self._held[planned.serve]
             winners[planned.cell] = _winner(entry, "hit")
-            kept[planned.cell] = planned.serve
         for outcome in decided:
             if outcome.winner is None:
                 winners.pop(outcome.cell, None)

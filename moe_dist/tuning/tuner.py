@@ -163,7 +163,7 @@ class Tuner:
         started = time.monotonic()
         if (reason := self.pins.why_not_replace()) is not None:
             name = self._group.names[self._group.rank]
-            with self._group.open_pass():  # all ranks raise it
+            with self._group.open_pass("run_pass"):  # all ranks raise it
                 raise PassAborted(f"rank {name}: {reason}", [name])
         if measure and not self._explained and self._group.is_leader:
             self._explained = True

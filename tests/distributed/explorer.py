@@ -50,13 +50,14 @@ class Violation(AssertionError):
 @dataclasses.dataclass
 class Scenario:
     """passes: how many a rank runs. raises: ranks that leave by an exception while they measure. allowed: how a rank may end
-    besides serving the table of all passes. entries: what every rank's store holds, see `stored`."""
+    besides serving the table of all passes. entries: what the stores of the holders (None: of all) hold, see `stored`."""
 
     size: int = 2
     passes: int = 1
     raises: tuple[int, ...] = ()
     allowed: tuple[str, ...] = ("RankLost",)
     entries: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    holders: tuple[int, ...] | None = None
 
 
 def stored(passes: int = 1) -> dict[str, bytes]:
@@ -172,8 +173,9 @@ class World:
         deadlines = {"progress_timeout": timedelta(seconds=PROGRESS_TIMEOUT_S), "cap": timedelta(seconds=CAP_S)}
         group = RankGroup(Rendezvous(self), rank.index, scenario.size, scope=self.scope, **deadlines)  # type: ignore[arg-type]
         store = MemoryStore()
-        for key, value in self.scenario.entries.items():
-            store.put(key, value)
+        if scenario.holders is None or rank.index in scenario.holders:
+            for key, value in scenario.entries.items():
+                store.put(key, value)
         with tuner.Tuner(store=store, group=group, **SETTINGS) as tuned:
             rank.tables.append(tuned.epoch.digest)
             try:
@@ -203,6 +205,12 @@ class Rendezvous:
         # Progress is seen or not by when its reader comes; its writing needs no order of its own.
         self._world.alive() if "/progress/" in key else self._world.point()
         self._values[key] = value.encode() if isinstance(value, str) else value
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
 
     def get(self, key: str) -> bytes:
         self._world.alive()

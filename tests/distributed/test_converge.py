@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from moe_dist.distributed.converge import RoundWord, reduce_ratios, reduce_round, require_one_digest
+from moe_dist.distributed.converge import (
+    RoundWord,
+    SharesWord,
+    combine_rounds,
+    combine_shares,
+    reduce_ratios,
+    reduce_round,
+    require_one_digest,
+)
 from moe_dist.errors import PassAborted
 from moe_dist.tuning.problem import Abstain, Failed, Tactic, Timed
 
@@ -29,6 +37,27 @@ def test_a_failure_on_any_one_rank_drops_the_candidate_for_all(position: int) ->
     reduced = reduce_round(words, [A, B], "max", [10, 11, 12])
     assert reduced[A] == Failed(f"rank {10 + position}: out of memory in preparation")
     assert isinstance(reduced[B], Timed)
+
+
+def test_the_leader_publishes_what_every_rank_would_conclude() -> None:
+    """To the last bit of the mean, however many ranks there are: their words are one of the group's size."""
+    words = [RoundWord({A: timed(10.0 + rank / 3), B: timed(7.0)}, elapsed_s=0.1 * rank) for rank in range(50)]
+    words[7] = RoundWord({B: Failed("no room")}, elapsed_s=9.5)
+    combined = combine_rounds([word.to_bytes([A, B, C]) for word in words], [A, B, C], "mean", range(50))
+    heard = RoundWord.from_bytes(combined, [A, B, C])
+    assert heard.elapsed_s == 9.5, "the slowest rank's clock"
+    assert heard.measured == {tactic: row for tactic, row in reduce_round(words, [A, B, C], "mean", range(50)).items() if tactic != C}
+    assert len(combined) < 100
+
+
+def test_shares_are_combined_to_ratios_and_to_what_failed_anywhere() -> None:
+    words = [
+        RoundWord({C: timed(20.0), A: timed(10.0)}, 1.0),
+        RoundWord({C: timed(40.0), B: timed(30.0)}, 3.0),
+        RoundWord({C: timed(10.0), A: Failed("too old a driver")}, 2.0),
+    ]
+    combined = combine_shares([word.to_bytes([C, A, B]) for word in words], [C, A, B], C)
+    assert SharesWord.from_bytes(combined, [C, A, B]) == SharesWord({B: 0.75}, {A: "too old a driver"}, 3.0)
 
 
 def test_a_candidate_that_nobody_timed_is_an_abstention() -> None:

@@ -13,7 +13,7 @@ import explorer
 import pass_model
 import pytest
 from explorer import Explorer, Rendezvous, Scenario, stored
-from pass_model import GUARDS, Model, explore, wander
+from pass_model import GUARDS, HIT_STEPS, Model, explore, wander
 
 SHORT = ("measure", "decide")
 
@@ -26,6 +26,10 @@ SHORT = ("measure", "decide")
         (Model(2, raises=1), 2_000),
         (Model(2, raises=0), 1_000),
         (Model(2, deviates=1), 4_000),
+        # Long words that differ: rank 0 alone holds the hit, so its bytes are sent.
+        (Model(2, HIT_STEPS), 4_000),
+        (Model(2, HIT_STEPS, deviates=1), 4_000),
+        (Model(3, HIT_STEPS, looks=1), 4_000),
         # Started again while stragglers of the former run go on, at every request of both.
         (Model(2, ("decide",), looks=1, restarts=1), 30_000),
         # Three ranks: a whole pass, and its end with two crashes.
@@ -65,6 +69,7 @@ def test_random_orders_of_more_ranks_keep_the_invariants(model: Model, walks: in
         ("serve what was committed", {}, "a table is served that was not committed"),
         ("second look", {}, "two survivors serve different tables"),
         ("digests compared", {"deviates": 1}, "two survivors serve different tables"),
+        ("bytes stay for a step", {"steps": HIT_STEPS}, "the bytes of agree-1 are gone before rank 1 of run 0 has read them"),
         ("words carry their run", {"steps": ("decide",), "looks": 1, "restarts": 1}, "a late word or verdict ended a pass with PassAborted"),
     ],
 )  # fmt: skip
@@ -91,6 +96,8 @@ def test_every_guard_is_taken_out_once() -> None:
         (Scenario(3, passes=2), 15),
         (Scenario(3, raises=(1,), allowed=("RankLost", "RankWithdrawn")), 15),
         (Scenario(8), 4),
+        # Rank 1 alone is warm: its entry is offered by its digest, and its bytes are sent to the others.
+        (Scenario(3, entries=stored(), holders=(1,)), 25),
     ],
 )
 def test_random_orders_of_the_real_pass_keep_the_invariants(scenario: Scenario, executions: int, monkeypatch: pytest.MonkeyPatch) -> None:

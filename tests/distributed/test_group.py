@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import FileStore, HashStore
 
 from moe_dist.distributed import group as module
 from moe_dist.distributed.group import RankGroup, Verdict, bundle, unbundle
 from moe_dist.errors import (
+    CallsDiffer,
     ConfigError,
     NothingRunnable,
     PassAborted,
@@ -73,6 +75,117 @@ def test_equal_words_are_published_once() -> None:
     assert len(bundle(words)) < 1000 + 2 * len(words)
 
 
+class _Counting:
+    """A rank's view of the rendezvous that counts the bytes which it writes and reads."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.written, self.read = store, 0, 0
+
+    def clone(self) -> _Counting:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: Any) -> None:
+        self.written += len(value)
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._store.get(key)
+        self.read += len(value)
+        return value
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+
+def counted(make: Make, words: list[bytes], talk: Callable[[RankGroup, bytes], Any]) -> tuple[list[Any], list[int], list[int]]:
+    """(what each rank got, bytes that it wrote, bytes that it read) in one step."""
+    store = HashStore()
+    views = [_Counting(store) for _ in words]
+    ranks = [make(1, view, of=len(words), first=rank)[0] for rank, view in enumerate(views)]
+    before = [view.read for view in views]
+
+    def step(rank: RankGroup) -> Any:
+        rank.begin_pass()
+        return talk(rank, words[rank.rank])
+
+    got = results(together(ranks, step))
+    return got, [view.written for view in views], [view.read - start for view, start in zip(views, before, strict=True)]
+
+
+def test_a_long_word_that_all_say_never_travels(make: Make) -> None:
+    word = bytes(range(256)) * 40
+    got, written, read = counted(make, [word] * 4, lambda rank, said: rank.exchange("agree", said))
+    assert got == [[word] * 4] * 4
+    assert max(written) < 200
+    assert max(read) < 400, "the leader reads four heads"
+
+
+def test_long_words_that_differ_are_sent_once_each_to_those_that_lack_them(make: Make) -> None:
+    """Ranks 0 and 2 say one word, rank 1 another, rank 3 a short one."""
+    one, other = b"a" * 10_000, b"b" * 10_000
+    got, written, read = counted(make, [one, other, one, b"short"], lambda rank, said: rank.exchange("agree", said))
+    assert got == [[one, other, one, b"short"]] * 4
+    assert [size > 10_000 for size in written] == [True, True, False, False], "the first that says a word sends it"
+    assert [size // 10_000 for size in read] == [1, 1, 1, 2], "nobody reads what it said itself"
+
+
+def test_a_rank_reads_the_long_words_that_it_needs(make: Make) -> None:
+    words = [b"a" * 10_000, b"b" * 10_000, b"c" * 10_000]
+    got, _, read = counted(make, words, lambda rank, said: rank.exchange("hits", said, reads={0} if rank.rank == 2 else set()))
+    assert got == [[words[0], b"", b""], [b"", words[1], b""], [words[0], b"", words[2]]]
+    assert [size // 10_000 for size in read] == [0, 0, 1]
+
+
+def test_reducing_lets_the_leader_alone_read_what_the_others_say(make: Make) -> None:
+    words = [bytes([rank]) * 1000 for rank in range(5)]
+    got, _, read = counted(make, words, lambda rank, said: rank.reduce("measure", said, lambda all_words: max(all_words)[:3]))
+    assert got == [b"\4\4\4"] * 5
+    assert read[0] > 5000
+    assert max(read[1:]) < 50
+
+
+def test_a_group_of_one_reduces_its_own_word() -> None:
+    alone = RankGroup.alone()
+    alone.begin_pass()
+    assert alone.reduce("measure", b"me", lambda words: b"+".join(words)) == b"me"
+    alone.close()
+
+
+def test_a_rendezvous_that_reads_one_value_at_a_time_serves_too(make: Make, tmp_path: Path) -> None:
+    def talk(rank: RankGroup) -> list[bytes]:
+        rank.begin_pass()
+        return rank.exchange("agree", b"%d" % rank.rank)
+
+    assert results(together(make(3, FileStore(str(tmp_path / "rendezvous"), 3)), talk)) == [[b"0", b"1", b"2"]] * 3
+
+
+def test_ranks_that_meet_in_different_calls_all_learn_it_at_once(make: Make) -> None:
+    def talk(rank: RankGroup) -> list[bytes]:
+        with rank.open_pass("reload" if rank.rank == 1 else "run_pass"):
+            return rank.exchange("reload-accept" if rank.rank == 1 else "agree-1", b"")
+
+    ranks = make(3, progress=30.0, names=[4, 5, 6])
+    started = time.monotonic()
+    errors = results(together(ranks, talk))
+    assert time.monotonic() - started < 10, "the deadline is 30 s"
+    said = "ranks are in different calls: rank 5 in reload, step reload-accept, the rest in run_pass, step agree-1; "
+    assert [(type(error), error.ranks, str(error)) for error in errors] == [
+        (CallsDiffer, (5,), said + "all ranks of a group make the same calls in the same order")
+    ] * 3
+    # Nobody is gone: the group goes on.
+    assert results(together(ranks, one_pass)) == [[b"x"] * 3] * 3
+
+
+def one_pass(rank: RankGroup) -> list[bytes]:
+    with rank.open_pass("run_pass"):
+        words = rank.exchange("agree-1", b"x")
+        rank.commit("table")
+    return words
+
+
 def test_a_group_of_one_talks_to_itself_and_writes_no_word() -> None:
     alone = RankGroup.alone()
     alone.begin_pass()
@@ -103,7 +216,7 @@ def test_words_that_all_have_read_are_removed_so_that_many_passes_leave_the_rend
 def test_a_word_of_an_earlier_pass_another_step_or_attachment_matches_nothing(make: Make) -> None:
     store = HashStore()
     ranks = make(2, store, progress=0.6)
-    for late in ("group/1/1/000001-agree/1", "group/2/2/000001-agree/1", "group/1/2/000002-agree/1", "group/1/2/000001-agree/0"):
+    for late in ("group/1/1/000001/1", "group/2/2/000001/1", "group/1/2/000002/1", "group/1/2/000001/0"):
         store.set(late, "late")
     for rank in ranks:
         rank._pass = 1
@@ -130,7 +243,7 @@ def test_a_verdict_survives_its_bytes(verdict: Verdict) -> None:
     assert Verdict.from_bytes(verdict.to_bytes()) == verdict
 
 
-@pytest.mark.parametrize("kind", [RankLost, RankWithdrawn, PassAborted, SettingsDiffer, NothingRunnable])
+@pytest.mark.parametrize("kind", [RankLost, RankWithdrawn, PassAborted, SettingsDiffer, CallsDiffer, NothingRunnable])
 def test_every_error_that_a_verdict_can_carry_comes_back_with_its_ranks(kind: type[Exception]) -> None:
     error = Verdict(error=kind.__name__, message="why", ranks=(2,)).exception
     assert type(error) is kind
@@ -333,9 +446,9 @@ def test_the_leader_is_not_blamed_for_the_time_that_another_rank_took(make: Make
 def test_a_leader_whose_words_have_all_come_waits_for_nobody(make: Make) -> None:
     leader, other = opened(make(2))
     for rank in (leader, other):
-        rank._store.set(rank._key(f"000001-agree/{rank.rank}"), b"")
-    assert leader._missing("000001-agree") == []
-    assert other._missing("000001-agree") == [0]
+        rank._store.set(rank._key(f"000001/{rank.rank}"), b"")
+    assert leader._silent("000001") == []
+    assert other._silent("000001") == [0]
 
 
 def test_the_cap_ends_a_wait_for_a_rank_that_moves_for_ever(make: Make) -> None:

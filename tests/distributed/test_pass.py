@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import torch.distributed as dist
 from fakes import FakeOperation
@@ -124,6 +125,38 @@ def test_one_rank_warm_and_the_other_cold_agree_on_the_hit(strategy: str, tmp_pa
     outcomes = run_ranks(tune_alone_first, 2, tmp_path, strategy)
     assert agreed(outcomes) == {"a 1": "quick", "a 2-4": "quick"}
     assert [outcome.value[1:] for outcome in outcomes] == [(0, 2, outcomes[0].value[3], [0])] * 2
+
+
+def warm_in_part(rank: Rank) -> Any:
+    """Each rank's store holds another half of the entries; (digests of the keys whose entries it sent, hits, measured, digest)."""
+    names, part = "abcd", BucketLadder((1,))
+    with Tuner(store=str(rank.folder / f"store-{rank.index}"), ladder=part, policy=POLICY, deployment="other", device="cpu") as alone:
+        for name in names[rank.index * 2 : rank.index * 2 + 2]:
+            alone.record(FakeOperation(name, COSTS))
+        alone.run_pass()
+    with make_tuner(rank, "reduce", ladder=part, **store_each(rank)) as tuner:
+        for name in names:
+            tuner.record(FakeOperation(name, COSTS))
+        sent, exchange = [], tuner.group.exchange
+
+        def watched(step: str, word: bytes, **reads: Any) -> list[bytes]:
+            if step == "hits":
+                sent.extend(decode_entry(entry).key_digest for entry in msgpack.unpackb(word))
+            return exchange(step, word, **reads)
+
+        tuner.group.exchange = watched  # type: ignore[method-assign]
+        reports = [tuner.run_pass(), tuner.run_pass()]
+        return sent, [(report.hits, report.measured, report.digest) for report in reports]
+
+
+def test_ranks_that_hold_different_entries_send_once_what_the_other_lacks(tmp_path: Path) -> None:
+    outcomes = run_ranks(warm_in_part, 2, tmp_path)
+    assert [outcome.error for outcome in outcomes] == ["", ""], outcomes
+    assert outcomes[0].value[1] == outcomes[1].value[1]
+    assert [row[:2] for row in outcomes[0].value[1]] == [(4, 0)] * 2, "all four are hits, none is timed"
+    sent = [outcome.value[0] for outcome in outcomes]
+    assert [len(entries) for entries in sent] == [2, 2], "in the second pass all hold all: no bytes"
+    assert not set(sent[0]) & set(sent[1])
 
 
 def reject_on_rank_1(rank: Rank, strategy: str) -> Any:
@@ -484,10 +517,10 @@ def offers_of_a_serving_rank(rank: Rank) -> Any:
         seen = []
         exchange = tuner.group.exchange
 
-        def watched(step: str, word: bytes) -> list[bytes]:
+        def watched(step: str, word: bytes, **reads: Any) -> list[bytes]:
             if step == "agree-1":
                 seen.extend(offer.hit_epoch for offer in Offer.from_bytes(word).cells.values())
-            return exchange(step, word)
+            return exchange(step, word, **reads)
 
         tuner.group.exchange = watched  # type: ignore[method-assign]
         tuner.run_pass()
@@ -520,10 +553,10 @@ def wrong_on_rank_0(rank: Rank, strategy: str, fault: str) -> Any:
         if fault == "die" and rank.index == 0:
             exchange = tuner.group.exchange
 
-            def dying(step: str, word: bytes) -> list[bytes]:
-                if step == "reload-epoch":
+            def dying(step: str, word: bytes, **reads: Any) -> list[bytes]:
+                if step == "spread-key":
                     os._exit(9)
-                return exchange(step, word)
+                return exchange(step, word, **reads)
 
             tuner.group.exchange = dying  # type: ignore[method-assign]
         return table(tuner.run_pass()), 0, 0, tuner.epoch.digest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 from typing import Any
 
@@ -18,6 +17,8 @@ from moe_dist.distributed.plan import (
     Proposal,
     agree_offers,
     agree_plan,
+    hit_digest,
+    lacked_hits,
 )
 from moe_dist.errors import NothingRunnable, SettingsDiffer
 from moe_dist.tuning.problem import Bucket, Cell, Problem, Tactic
@@ -76,8 +77,24 @@ def test_hits_are_preferred_by_newest_epoch_then_by_digest_and_named_once() -> N
         offer({cell("a"): offered(hit=new, hit_epoch=2)}),
         offer({cell("a"): offered()}),
     )
-    newest = sorted((new, other), key=lambda value: hashlib.sha256(value).digest())
-    assert proposal.cells[0].hits == (*newest, old)
+    assert proposal.cells[0].hits == (new, other, old)
+
+
+def test_of_many_hits_the_preferred_few_are_proposed() -> None:
+    """Where each of 100 ranks holds an entry of its own, nobody is asked about a hundred."""
+    offers = [offer({cell("a"): offered(hit=b"%03d" % rank, hit_epoch=rank // 98)}) for rank in range(100)]
+    assert propose(*offers).cells[0].hits == (b"098", b"099", b"000", b"001")
+
+
+def test_hits_that_a_rank_lacks_are_sent_by_the_first_that_holds_them() -> None:
+    both, first, second = ({cell("a"): offered(hit=b"a"), cell("b"): offered(hit=hit)} for hit in (None, b"x", b"y"))
+    offers = [offer(both), offer(first), offer(second), offer(first)]
+    assert lacked_hits(propose(*offers), offers) == {b"x": 1, b"y": 2}, "all hold the hit of a"
+    # Who has no such problem serves the same table, and so needs the entry too.
+    absent = [offer(), offer(first)]
+    assert lacked_hits(propose(*absent), absent) == {b"a": 1, b"x": 1}
+    assert lacked_hits(propose(*offers[1::2]), offers[1::2]) == {}
+    assert list(lacked_hits(propose(*offers), offers)) == list(lacked_hits(propose(*offers[::-1]), offers[::-1])), "one order on all ranks"
 
 
 def test_the_least_workspace_limit_holds_for_all() -> None:
@@ -204,6 +221,17 @@ def test_an_answer_survives_its_bytes() -> None:
     assert Answer.from_bytes(whole.to_bytes()) == whole
 
 
+def test_an_entry_is_offered_by_its_digest() -> None:
+    assert len(hit_digest(b"entry" * 200)) == 16
+    assert hit_digest(b"entry") != hit_digest(b"entrz")
+
+
+def test_an_answer_without_reasons_is_a_few_bytes_a_cell() -> None:
+    answer = Answer((CellAnswer((None,), (None,) * 40),) * 1000)
+    assert len(answer.to_bytes()) < 4 * 1000
+    assert Answer.from_bytes(answer.to_bytes()) == answer
+
+
 def test_an_offer_of_many_cells_names_each_problem_and_tactic_once() -> None:
     """10 problems of 14 buckets with 5 candidates: what a rank sends stays small, since it goes through one store."""
     tactics = tuple(Tactic.of("backend_with_a_long_name", block_m=64, block_n=128, index=index) for index in range(5))
@@ -213,4 +241,4 @@ def test_an_offer_of_many_cells_names_each_problem_and_tactic_once() -> None:
         for layer in range(10)
         for power in range(14)
     }
-    assert len(offer(cells).to_bytes()) < 10 * 800 + 5 * 100 + len(cells) * 40
+    assert len(offer(cells).to_bytes()) < 10 * 800 + 5 * 100 + len(cells) * 12

@@ -1,0 +1,66 @@
+"""Where epochs lie in a store, and how what the leader's store holds gets to all ranks, whether their stores are one or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from moe_dist.distributed.epoch import spread
+from moe_dist.distributed.group import RankGroup
+from moe_dist.stores.memory import MemoryStore
+
+VALUE = b"table" * 100  # long enough to be sent apart from the words
+
+
+def on_ranks(stores: list[MemoryStore], action: Callable[[RankGroup, MemoryStore], Any]) -> list[Any]:
+    rendezvous = HashStore()
+    deadlines = {"progress_timeout": timedelta(seconds=5), "cap": timedelta(seconds=20)}
+    groups = [RankGroup(rendezvous, rank, len(stores), names=[10 + rank for rank in range(len(stores))], **deadlines)
+              for rank in range(len(stores))]  # fmt: skip
+    for group in groups:
+        group.begin_pass()
+    with ThreadPoolExecutor(len(stores)) as pool:
+        futures = [pool.submit(action, group, store) for group, store in zip(groups, stores, strict=True)]
+        got = [future.result(20) for future in futures]
+    for group in groups:
+        group.close()
+    return got
+
+
+def stored(value: bytes = VALUE) -> MemoryStore:
+    store = MemoryStore()
+    store.put("at/key", value)
+    return store
+
+
+def from_the_leader(group: RankGroup, store: MemoryStore) -> tuple[bytes, list[int]]:
+    leads = group.is_leader
+    return spread(group, store, "at/key" if leads else "", VALUE if leads else b"", held=leads)
+
+
+def test_ranks_that_share_the_store_read_it_there() -> None:
+    assert on_ranks([stored()] * 3, from_the_leader) == [(VALUE, [])] * 3
+
+
+# Nothing there; something else there, as after a pass of another group; a damaged copy.
+@pytest.mark.parametrize("other", [MemoryStore(), stored(b"older"), stored(VALUE[:-1] + b"?")])
+def test_a_rank_that_does_not_find_it_gets_it_from_the_leader_and_is_named(other: MemoryStore) -> None:
+    assert on_ranks([stored(), other, stored()], from_the_leader) == [(VALUE, [11])] * 3
+
+
+def test_what_no_store_took_is_sent_to_all() -> None:
+    def unheld(group: RankGroup, store: MemoryStore) -> tuple[bytes, list[int]]:
+        return spread(group, store, "at/key", VALUE if group.is_leader else b"", held=False)
+
+    assert on_ranks([stored()] * 2, unheld) == [(VALUE, [11])] * 2, "what lies there was not announced"
+
+
+def test_a_group_of_one_keeps_what_it_has() -> None:
+    group = RankGroup.alone()
+    group.begin_pass()
+    assert spread(group, MemoryStore(), "at/key", VALUE, held=False) == (VALUE, [])
