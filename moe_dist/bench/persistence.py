@@ -45,8 +45,9 @@ def stores_table(
 ) -> list[dict[str, Any]]:
     """Two rows a store, "attach" and "reload": seconds, median and worst of `repeats`, and the machine's load. Leaves the stores as they were.
 
-    attach: open the URL, list one environment's entries, read and decode them all. reload: `Tuner.reload` of a group of two, from its
-    call to its return, on the slower rank. StoreError: a store takes no writes, or does not give them back.
+    attach: open the URL, list one environment's entries, read them all; decode_s is what taking every one of them apart would add (an
+    entry is taken apart when it is hit). reload: `Tuner.reload` of a group of two, from its call to its return, on the slower rank.
+    StoreError: a store takes no writes, or does not give them back.
     """
     made = _made_up(entries, build_environment(torch.device("cpu")))
     rows = []
@@ -74,22 +75,30 @@ def _attach_row(url: str, made: list[tuple[Cell, Winner, Key, bytes]], repeats: 
             if not store.put(f"{folder}/{number:08d}", value):
                 raise StoreError(f"store {store.url} takes no writes: {store.degraded or 'it is not durable'}")
         seconds = [_attach(url, folder, len(made)) for _ in range(repeats)]
+        decode = [_decode([value for *_, value in made]) for _ in range(repeats)]
     finally:
         for key in store.list(folder):
             store.delete(key)
         store.close()
-    return _row(url, "attach", len(made), seconds)
+    return {**_row(url, "attach", len(made), seconds), "decode_s": round(statistics.median(decode), 4)}
 
 
 def _attach(url: str, folder: str, count: int) -> float:
     began = time.perf_counter()
     store = open_store(url)
-    found = {key: decode_entry(value) for key, value in store.get_many(store.list(folder)).items()}
+    found = store.get_many(store.list(folder))
     took = time.perf_counter() - began
     store.close()
     if len(found) != count:
         raise StoreError(f"{len(found)} of {count} entries came back from {store.url}")
     return took
+
+
+def _decode(values: list[bytes]) -> float:
+    began = time.perf_counter()
+    for value in values:
+        decode_entry(value)
+    return time.perf_counter() - began
 
 
 def _reload_row(url: str, winners: int, repeats: int) -> dict[str, Any]:

@@ -36,10 +36,15 @@ def document(command: str, tables: Mapping[str, Sequence[Mapping[str, Any]]]) ->
     return {
         "command": command,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": {"platform": platform.platform(), "cores": len(os.sched_getaffinity(0))},
+        "machine": {"platform": platform.platform(), "cores": len(os.sched_getaffinity(0)), "scheduling": _scheduling()},
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "msgpack")},
         **tables,
     }
+
+
+def _scheduling() -> str:
+    """Whether other work on the machine could take the cores."""
+    return "real time" if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR) else "normal"
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:

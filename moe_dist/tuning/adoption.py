@@ -60,9 +60,11 @@ def adopt_newest(
     None, said in the log: there is no such epoch, or a rank can't serve it, or has pins on another. PassAborted: a rank can't have the symmetric memory.
     """
     with group.open_pass("reload"):
-        found = newest_committed(store, serving.deployment) if group.is_leader else None
-        value = group.exchange("reload", found.value if found else b"")[0]
-        found = found or (read_committed(value, serving.deployment) if value else None)
+        # Every rank takes its newest apart while the leader does: in a shared store it is the same one.
+        found = newest_committed(store, serving.deployment)
+        value = group.exchange("reload", found.value if found and group.is_leader else b"")[0]
+        if found is None or found.value != value:
+            found = read_committed(value, serving.deployment) if value else None
         missing = "it can't be read here" if value else "there is no committed epoch"
         held = pins.why_not_replace() if found and found.epoch.digest != serving.digest else None
         reason = (held or _why_not(found, environment, records)) if found else missing

@@ -17,9 +17,13 @@ import pytest
 import redis
 from redis_server import RedisServer, TlsEnd, free_port
 
+import moe_dist as md
+from moe_dist.bench.simulated import SimulatedOperation
 from moe_dist.errors import StoreError
+from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.stores.open import open_store
 from moe_dist.stores.redis import RedisAddress, RedisStore
+from moe_dist.tuning.tuner import Tuner
 
 SECRET = "s3cret/+@!"
 ENCODED = "s3cret%2F%2B%40%21"
@@ -230,6 +234,31 @@ def test_more_keys_than_one_trip_takes(server):
     assert store.get_many(keys) == {key: str(number).encode() for number, key in enumerate(keys)}
 
 
+def test_a_listing_scans_one_environment_and_a_bulk_read_is_one_trip_a_thousand_keys(server):
+    with server.client() as client:
+        client.mset({f"moe_dist:{{entries/e{number % 2}}}/k{number}": number for number in range(3000)})
+        client.config_resetstat()
+        store = open_store(url_of(server))
+        found = store.get_many(store.list("entries/e1"))
+        sent = client.info("commandstats")
+    assert found == {f"entries/e1/k{number}": str(number).encode() for number in range(1, 3000, 2)}
+    assert sent["cmdstat_mget"]["calls"] == 2
+    assert 1 <= sent["cmdstat_scan"]["calls"] <= 10
+    assert {"cmdstat_keys", "cmdstat_get"}.isdisjoint(sent)
+
+
+def test_values_are_the_same_bytes_as_on_disk(server, tmp_path):
+    local = FilesystemStore(tmp_path)
+    with md.autotune(store=f"layered:{tmp_path},{url_of(server)}", ladder=md.BucketLadder((1, 4)), device="cpu") as tuner:
+        tuner.record(SimulatedOperation("layer", {"plain": 2000.0, "quick": 500.0}))
+    tuner.close()
+    shared = open_store(url_of(server))
+    keys = shared.list("")
+    assert len(keys) == 3  # two entries and an epoch
+    assert keys == local.list("")
+    assert shared.get_many(keys) == local.get_many(keys)
+
+
 # --- ways to reach one
 
 
@@ -369,6 +398,57 @@ def test_a_server_that_failed_is_left_alone_for_a_while():
     store.get("x/y")
     store.get("x/y")
     assert len(attempts) == 9
+
+
+def test_a_failed_call_is_tried_three_times_with_growing_pauses(monkeypatch):
+    pauses, failures = [], [redis.ConnectionError("reset"), redis.TimeoutError("late"), OSError("no route")]
+
+    class Client:
+        def mget(self, names):
+            raise failures.pop(0) if failures else AssertionError("tried a fourth time")
+
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    store = RedisStore(Client, url="redis://fake")
+    assert store.get("x/y") is None
+    assert (failures, pauses) == ([], [0.05, 0.1, 0.2])
+    assert "OSError: no route" in store.degraded
+
+
+def test_a_server_that_takes_no_bytes_bounds_a_write():
+    """More than the sockets' buffers hold: without a timeout the write would wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        store = RedisStore.from_url(f"redis://127.0.0.1:{listener.getsockname()[1]}?timeout=0.1")
+        began = time.monotonic()
+        assert not store.put("x/y", bytes(32 << 20))
+        assert time.monotonic() - began < 30
+        assert "Timeout" in store.degraded
+        assert len(store.get("x/y")) == 32 << 20
+
+
+@pytest.mark.parametrize("kind", ["killed", "stopped", "full", "read-only"])
+def test_tuning_and_serving_go_on_without_the_server(kind, caplog, tmp_path):
+    """It goes in the middle of a pass. What was tuned is served, and nothing of it is lost while the process lives."""
+    with RedisServer() as server:
+        url = url_of(server, "timeout=0.3")
+
+        def lose(event):
+            if event.phase == "measure":
+                with server.client() as client:
+                    if kind == "full":
+                        client.config_set("maxmemory", 1)
+                    elif kind == "read-only":
+                        client.replicaof("127.0.0.1", free_port())
+                if kind in ("killed", "stopped"):
+                    server.send(signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
+
+        with Tuner(store=url, ladder=md.BucketLadder((1,)), device="cpu", on_progress=lose) as tuner:
+            tuner.record(SimulatedOperation("layer", {"plain": 2000.0, "quick": 500.0}))
+            first = tuner.run_pass()
+            again = tuner.run_pass()
+            assert [str(winner.tactic["name"]) for winner in tuner.epoch.winners.values()] == ["quick"]
+        assert (first.measured, again.measured, again.hits, again.digest) == (2, 0, 1, first.digest)
+        warnings = [record.getMessage() for record in warnings_of(caplog)]
+        assert [f"store redis://127.0.0.1:{server.port}/0: " in said for said in warnings] == [True]
 
 
 def test_a_server_that_is_killed_and_comes_back(caplog):
