@@ -12,8 +12,8 @@ MoEDistError
     └── GroupError         what one rank concludes about its group; carries `ranks`
         ├── SettingsDiffer     settings or environments differ between ranks
         ├── RankLost           ranks made no progress for the deadline
-        ├── RankWithdrawn      a rank left its pass by an exception
-        ├── CallsDiffer        ranks are in different collective calls at once
+        ├── RankWithdrawn      a rank left its pass by an exception, or closed its tuner before it
+        ├── CallsDiffer        ranks are in different calls at once: of a collective tactic, or of the tuner
         ├── PassAborted        the pass ended without a winner table (digests differ, a peer aborted)
         └── RendezvousLost     the rendezvous store can't be reached; the group is dead
 
@@ -98,11 +98,11 @@ class RankLost(GroupError):
 
 
 class RankWithdrawn(GroupError):
-    """A rank left the pass by an exception of its own, which propagates on that rank."""
+    """A rank left the pass by an exception of its own, which propagates on that rank; or it closed its tuner, and came no more."""
 
 
 class CallsDiffer(GroupError):
-    """Ranks met in different collective calls: another tactic or another token count. Nothing was computed."""
+    """Ranks met in different calls: another tactic or token count of a collective call, or a reload and a pass. Nothing was changed."""
 
 
 class PassAborted(GroupError):

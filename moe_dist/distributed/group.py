@@ -385,8 +385,12 @@ class RankGroup:
                     self._ask(lambda: self._store.delete_key(self._claim))
 
     def close(self) -> None:
-        """Release the request thread and the claim on the ranks; idempotent. A request stuck in a dead server is not waited for."""
+        """Release the request thread and the claim on the ranks, and say so: who waits for this rank in a later pass raises
+        RankWithdrawn at once. Idempotent. A request stuck in a dead server is not waited for."""
         if not self._closed:
+            if self.size > 1 and not self.dead:
+                with contextlib.suppress(RendezvousLost):
+                    self._ask(lambda: self._store.set(self._farewell(self.rank), b""))
             self.release()
             self._closed = True
             self._requests.close()
@@ -453,6 +457,9 @@ class RankGroup:
                 self._open = False
                 self._die_of(self._read_verdict())
             waited = missing()
+            if gone := [rank for rank in waited if self._present(self._farewell(rank))]:
+                self._go_without(gone, step)
+                continue
             stale = [rank for rank in waited if now - self._last_moved(rank, seen) > self._progress_timeout]
             if waited and (stale or now - self._pass_start > self._cap):
                 self._lose(stale or waited, step, over_cap=not stale)
@@ -461,6 +468,10 @@ class RankGroup:
         """The ranks that this one waits for in step `name`."""
         spoken = [rank for rank in range(self.size) if rank != self.rank and self._present(self._key(f"{name}/{rank}"))]
         return waited_for(spoken, self.rank, self.size)
+
+    def _farewell(self, rank: int) -> str:
+        """Where `rank` says that it has closed, in whichever pass it is missed."""
+        return f"{self._base}/closed/{rank}"
 
     def _body(self, rank: int) -> str:
         """Where the bytes of `rank`'s long word lie, in the current step."""
@@ -481,12 +492,20 @@ class RankGroup:
         return seen[rank][1]
 
     def _lose(self, ranks: list[int], step: str, *, over_cap: bool) -> None:
-        names = [self.names[rank] for rank in ranks]
         why = f"the pass outlasted its cap of {self._cap:.0f} s" if over_cap else f"no progress for {self._progress_timeout:.0f} s"
-        listed = ", ".join(map(str, names))
-        verdict = self._decide(
-            Verdict(error="RankLost", message=f"rank {listed} lost in pass {self._pass}, step {step}: {why}", ranks=tuple(names))
-        )
+        self._blame(RankLost, ranks, f"lost in pass {self._pass}, step {step}: {why}")
+
+    def _go_without(self, ranks: list[int], step: str) -> None:
+        self._blame(
+            RankWithdrawn, ranks,
+            f"closed its tuner before pass {self._pass} ({self._call}, step {step}); all ranks of a group make the same calls",
+        )  # fmt: skip
+
+    def _blame(self, kind: type[GroupError], ranks: list[int], why: str) -> None:
+        """End the pass for everyone, unless it was committed in the same moment."""
+        names = [self.names[rank] for rank in ranks]
+        message = f"rank {', '.join(map(str, names))} {why}"
+        verdict = self._decide(Verdict(error=kind.__name__, message=message, ranks=tuple(names)))
         self._open = False
         if verdict.committed:
             return  # the leader committed in the same moment: adopt it

@@ -49,12 +49,13 @@ class Violation(AssertionError):
 
 @dataclasses.dataclass
 class Scenario:
-    """passes: how many a rank runs. raises: ranks that leave by an exception while they measure. allowed: how a rank may end
+    """passes: how many a rank runs; those in `closes` run one less, and close. raises: ranks that leave by an exception while they measure. allowed: how a rank may end
     besides serving the table of all passes. entries: what the stores of the holders (None: of all) hold, see `stored`."""
 
     size: int = 2
     passes: int = 1
     raises: tuple[int, ...] = ()
+    closes: tuple[int, ...] = ()
     allowed: tuple[str, ...] = ("RankLost",)
     entries: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     holders: tuple[int, ...] | None = None
@@ -179,7 +180,7 @@ class World:
         with tuner.Tuner(store=store, group=group, **SETTINGS) as tuned:
             rank.tables.append(tuned.epoch.digest)
             try:
-                for number in range(scenario.passes):
+                for number in range(scenario.passes - (rank.index in scenario.closes)):
                     operation = FakeOperation(f"operation-{number}", {"plain": 20.0, "quick": 10.0 + rank.index})
                     operation.probe_fault = "raise" if rank.index in scenario.raises else ""
                     tuned.record(operation)
@@ -318,7 +319,7 @@ class Explorer:
                 world.fail(f"rank {rank.index} serves another table after {name}")
             self.endings[name] = self.endings.get(name, 0) + 1
         # No two survivors serve different tables, nor conclude differently.
-        loyal = [rank for rank in survivors if rank.index not in self.scenario.raises]
+        loyal = [rank for rank in survivors if rank.index not in (*self.scenario.raises, *self.scenario.closes)]
         if len({(rank.tables[-1], rank.tried) for rank in loyal}) > 1:
             world.fail("survivors serve different tables: " + "; ".join(f"rank {rank.index}: {rank.error!r}" for rank in loyal))
         said = {(type(rank.error), str(rank.error), rank.error.ranks) for rank in loyal if isinstance(rank.error, GroupError)}
@@ -335,7 +336,7 @@ class Explorer:
 
     def _judge_restart(self, world: World) -> None:
         """The launcher starts all ranks again, over the rendezvous with all that the former ones left: they must agree."""
-        again = World(dataclasses.replace(self.scenario, raises=()), scope="run-1", values=dict(world.values))
+        again = World(dataclasses.replace(self.scenario, raises=(), closes=()), scope="run-1", values=dict(world.values))
         self._world = again
         with _Execution(again):
             while actions := again.actions(0):

@@ -95,6 +95,9 @@ def test_every_guard_is_taken_out_once() -> None:
         (Scenario(2), 25),
         (Scenario(3, passes=2), 15),
         (Scenario(3, raises=(1,), allowed=("RankLost", "RankWithdrawn")), 15),
+        # Rank 1, or the leader, closes in order after the first pass: the second ends for the others, and the first stands.
+        (Scenario(3, passes=2, closes=(1,), allowed=("RankLost", "RankWithdrawn")), 20),
+        (Scenario(2, passes=2, closes=(0,), allowed=("RankLost", "RankWithdrawn")), 20),
         (Scenario(8), 4),
         # Rank 1 alone is warm: its entry is offered by its digest, and its bytes are sent to the others.
         (Scenario(3, entries=stored(), holders=(1,)), 25),

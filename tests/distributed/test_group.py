@@ -353,6 +353,67 @@ def test_who_withdraws_before_a_pass_spoils_the_next_one_alone(make: Make) -> No
         ranks[0].exchange("agree", b"")
 
 
+@pytest.mark.parametrize("leaver", [0, 1])  # the leader, whom all wait for in the end, and another
+def test_a_rank_that_closed_in_order_is_missed_at_once(make: Make, leaver: int) -> None:
+    ranks = make(3, progress=30.0, names=[4, 5, 6])
+    assert results(together(ranks, one_pass)) == [[b"x"] * 3] * 3
+    ranks[leaver].close()
+    rest = [rank for rank in ranks if rank.rank != leaver]
+    started = time.monotonic()
+    errors = results(together(rest, one_pass))
+    assert time.monotonic() - started < 10, "the deadline is 30 s"
+    said = f"rank {4 + leaver} closed its tuner before pass 2 (run_pass, step agree-1); all ranks of a group make the same calls"
+    assert [(type(error), str(error), error.ranks) for error in errors] == [(RankWithdrawn, said, (4 + leaver,))] * 2
+    with pytest.raises(TunerStateError, match="this group is dead"):
+        rest[0].begin_pass()
+
+
+class _ClosedBeside:
+    """A rank's view of the rendezvous: while it looks for who has closed, `meanwhile` happens."""
+
+    def __init__(self, store: Any, meanwhile: Callable[[], None]) -> None:
+        self._store, self._meanwhile = store, meanwhile
+
+    def clone(self) -> _ClosedBeside:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        if "/closed/" in keys[0]:
+            self._meanwhile()
+        return bool(self._store.check(keys))
+
+
+def test_a_leader_that_commits_and_closes_while_it_is_looked_for_is_not_missed(make: Make) -> None:
+    """Between a rank's look for the verdict and its look for who is gone the leader publishes, commits and closes."""
+    store, go, closed = HashStore(), threading.Event(), threading.Event()
+    (leader,) = make(1, store, of=2)
+    (other,) = make(1, _ClosedBeside(store, lambda: meanwhile()), of=2, first=1)
+
+    def meanwhile() -> None:
+        go.set()
+        assert closed.wait(10)
+
+    def lead() -> list[bytes]:
+        assert go.wait(10)
+        words = one_pass(leader)
+        leader.close()
+        closed.set()
+        return words
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [future.result(20) for future in (pool.submit(lead), pool.submit(one_pass, other))] == [[b"x"] * 2] * 2
+
+
+def test_who_comes_back_after_closing_is_not_taken_for_gone(make: Make) -> None:
+    store = HashStore()
+    for rank in make(2, store):
+        rank.close()
+    assert results(together(make(2, store), one_pass)) == [[b"x"] * 2] * 2
+
+
 def test_an_error_that_all_conclude_is_told_to_who_lost_patience_before_it_could(make: Make) -> None:
     first, second, late = opened(make(3))
     error = SettingsDiffer("settings differ", [1])

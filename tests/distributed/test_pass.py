@@ -22,7 +22,7 @@ from ranks import Rank, Ranks, run_ranks, wait_for
 
 from moe_dist.allreduce import FinalizeAllReduce
 from moe_dist.distributed.plan import Offer
-from moe_dist.errors import PassAborted
+from moe_dist.errors import GroupError, PassAborted
 from moe_dist.stores.codec import decode_entry
 from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.tuning import tune_pass
@@ -408,6 +408,42 @@ def slowest_sets_the_pace(rank: Rank, strategy: str, objective: str) -> Any:
 @pytest.mark.parametrize(("objective", "winner"), [("max", "even"), ("mean", "lopsided")])
 def test_objective_is_maximum_or_mean_over_ranks(objective: str, winner: str, tmp_path: Path) -> None:
     assert agreed(run_ranks(slowest_sets_the_pace, 2, tmp_path, "reduce", objective)) == {"a 1": winner}
+
+
+def calls_otherwise(rank: Rank, call: str) -> Any:
+    """Rank 1 reloads, or closes, where its peers run a second pass; (error, culprits, winners that are served) of each."""
+    with make_tuner(rank, "reduce", ladder=BucketLadder((1,)), progress_timeout=30.0) as tuner:
+        tuner.record(FakeOperation("a", COSTS))
+        tuner.run_pass()
+        before = tuner.epoch
+        if rank.index == 1 and call == "close":
+            return None
+        started = time.monotonic()
+        try:
+            tuner.reload() if rank.index == 1 else tuner.run_pass()
+        except GroupError as error:
+            assert tuner.epoch is before
+            assert time.monotonic() - started < 20, "the deadline is 30 s"
+            return type(error).__name__, error.ranks, str(error)
+
+
+def test_a_reload_beside_a_pass_is_an_error_that_says_so_to_all(tmp_path: Path) -> None:
+    outcomes = run_ranks(calls_otherwise, 3, tmp_path, "reload")
+    assert {outcome.value[:2] for outcome in outcomes} == {("CallsDiffer", (1,))}, outcomes
+    assert "rank 1 in reload, step reload" in outcomes[0].value[2]
+    assert "the rest in run_pass, step agree-1" in outcomes[0].value[2]
+
+
+def test_a_pass_without_a_rank_that_closed_its_tuner_ends_at_once(tmp_path: Path) -> None:
+    outcomes = run_ranks(calls_otherwise, 3, tmp_path, "close")
+    assert outcomes[1].value is None
+    assert {outcome.value for outcome in (outcomes[0], outcomes[2])} == {
+        (
+            "RankWithdrawn",
+            (1,),
+            "rank 1 closed its tuner before pass 2 (run_pass, step agree-1); all ranks of a group make the same calls",
+        )
+    }
 
 
 def joins(rank: Rank) -> Any:
