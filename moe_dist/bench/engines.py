@@ -24,10 +24,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-BACKENDS = ("moe_dist", "auto")
-TABLES = ("cells", "profiles")
+BACKENDS = ("auto", "moe_dist")  # in the order of their starts: what stock compiles is no cost of ours
+WARM_UPS = 2
+TRUTH = "truth"  # an fp8 model's numbers in bf16, in stock vLLM
 PROMPT, MOST_TOKENS = 128, 8192
-NEW_TOKENS = {1: 256, 32: 128}  # by batch; larger batches: 64
+NEW_TOKENS = {1: 128, 32: 128}  # by batch; larger batches: 64
 # Student's t at 97.5%, by degrees of freedom: a two-sided 95% interval of few pairs.
 STUDENT = (
     12.706,
@@ -71,7 +72,7 @@ class Plan:
 
     process: the command of an engine's process, which gets a JSON spec as its last argument. cards: indices of the cards; the dtypes are
     shared out over them, or all of them serve one engine (tp > 1). model: a folder to serve instead of SHAPE, its weights as stored.
-    memory: the share of a card that one engine may take. workers: how the engine's core is made: "fork", "spawn" or "inside" its process. store: of moe_dist's winners; logs: a folder. keywords: more of the engine's own.
+    experts: how tp ranks hold them: each one "cut", or "shared" out (expert parallel). memory: the share of a card that one engine may take. workers: how the engine's core is made: "fork", "spawn" or "inside" its process. store: of moe_dist's winners; logs: a folder. keywords: more of the engine's own.
     """
 
     process: Sequence[str]
@@ -81,7 +82,7 @@ class Plan:
     pairs: int = 7
     cards: Sequence[int] = (0,)
     tp: int = 1
-    ep: bool = False
+    experts: Sequence[str] = ("cut",)
     layers: int = 16
     model: Path | None = None
     memory: float = 0.2
@@ -209,7 +210,7 @@ def engine_objections(
         for mode, batch in itertools.product(modes, batches):
             where = f"{dtype} {mode} batch {batch} tp {tp} ep {ep}"
             place = {"dtype": dtype, "mode": mode, "batch": batch, **layout}
-            cell, profile = (_find(tables.get(table, ()), place) for table in TABLES)
+            cell, profile = _find(tables.get("cells", ()), place), _find(tables.get("profiles", ()), {**place, "backend": "auto"})
             if cell is None:
                 found.append(f"no row for {where}")
                 continue
@@ -245,7 +246,7 @@ def engine_objections(
     return found
 
 
-def _find(rows: Sequence[Mapping[str, Any]], place: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _find(rows: Sequence[Mapping[str, Any]], place: Place) -> Mapping[str, Any] | None:
     return next((row for row in rows if all(row.get(name) == value for name, value in place.items())), None)
 
 
@@ -264,22 +265,28 @@ def write_model(folder: Path, dtype: str, layers: int) -> Path:
 
 
 def measure(plan: Plan, ledger: Ledger, note: Callable[[str], None]) -> list[str]:
-    """Measure what `ledger` lacks; what failed, a line each. Tables: "starts" (a row an engine) and "cells" (a row a cell)."""
+    """Measure what `ledger` lacks; what failed, a line each. Tables: "starts" (a row an engine), "cells", "profiles" (a row a cell and engine),
+    "tokens" and "errors" (a row a place)."""
     failures: list[str] = []
 
-    def guarded(dtypes: Sequence[str], cards: Sequence[int]) -> None:
+    def serve(dtypes: Sequence[str], cards: Sequence[int]) -> None:
         for dtype in dtypes:
-            try:
-                _dtype(plan, dtype, cards, ledger, note)
-            except Exception as error:  # another card or dtype can still be measured
-                failures.append(f"{dtype} on {list(cards)}: {type(error).__name__}: {error}")
-                note(failures[-1])
+            places = [place for place in _places(plan, dtype) if _missing(plan, place, ledger)]
+            with _engines(plan, dtype, cards, places) as engines:
+                for place, both in zip(places, engines, strict=True):
+                    try:
+                        _place(plan, place, both, cards, ledger, note)
+                    except Exception as error:  # the others can still be measured
+                        failures.append(f"{place} on {list(cards)}: {type(error).__name__}: {error}")
+                        note(failures[-1])
+                    for engine in both.values():
+                        engine.close()
 
     if plan.tp > 1:
-        guarded(plan.dtypes, plan.cards)
+        serve(plan.dtypes, plan.cards)
         return failures
     threads = [
-        threading.Thread(target=guarded, args=(plan.dtypes[index :: len(plan.cards)], [card])) for index, card in enumerate(plan.cards)
+        threading.Thread(target=serve, args=(plan.dtypes[index :: len(plan.cards)], [card])) for index, card in enumerate(plan.cards)
     ]
     for thread in threads:
         thread.start()
@@ -288,43 +295,52 @@ def measure(plan: Plan, ledger: Ledger, note: Callable[[str], None]) -> list[str
     return failures
 
 
-def _dtype(plan: Plan, dtype: str, cards: Sequence[int], ledger: Ledger, note: Callable[[str], None]) -> None:
-    layout = {"tp": plan.tp, "ep": plan.tp if plan.ep else 1}
-    modes = [
-        mode
-        for mode in plan.modes
-        if any(ledger.find(table, dtype=dtype, mode=mode, batch=batch, **layout) is None for batch in plan.batches for table in TABLES)
+Place = Mapping[str, Any]  # dtype, mode, tp, ep: what two engines have in common
+
+
+def _places(plan: Plan, dtype: str) -> list[Place]:
+    return [
+        {"dtype": dtype, "mode": mode, "tp": plan.tp, "ep": plan.tp if experts == "shared" else 1}
+        for experts, mode in itertools.product(plan.experts, plan.modes)
     ]
-    with _engines(plan, dtype, cards, modes) as engines:
-        for mode in modes:
-            place = {"dtype": dtype, "mode": mode, **layout}
-            starts = {}
-            for backend in BACKENDS:
-                engine = engines[mode, backend]
-                started = engine.ask("start", 420)
-                starts[backend] = {**place, "backend": backend, "seconds": started["seconds"], **started["workers"][0]}
-                starts[backend]["epochs"] = sorted({worker["epoch"] for worker in started["workers"] if "epoch" in worker})
-                starts[backend]["alike"] = len({worker.get("epoch") for worker in started["workers"]}) == 1
-                ledger.add("starts", starts[backend])
-                note(_said(starts[backend]))
-            _tokens(plan, {backend: engines[mode, backend] for backend in BACKENDS}, place, ledger, note)
-            for batch in plan.batches:
-                if ledger.find("cells", **place, batch=batch) is None:
-                    pair = {backend: engines[mode, backend] for backend in BACKENDS}
-                    row = _cell(plan, pair, batch)
-                    row = {**place, "batch": batch, **row, **_of_start(ledger, place, starts)}
-                    ledger.add("cells", row)
-                    note(json.dumps(row))
-            for batch in plan.batches:  # last: a profiler leaves traces in what is timed after it
-                if ledger.find("profiles", **place, batch=batch) is None:
-                    row = {**place, "batch": batch, **engines[mode, "auto"].ask("profile", 240, batch=batch, prompt=PROMPT, new=16)}
-                    ledger.add("profiles", row)
-                    note(f"profile {json.dumps(row)}")
-            for backend in BACKENDS:
-                engines[mode, backend].close()
 
 
-def _of_start(ledger: Ledger, place: Mapping[str, Any], starts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _missing(plan: Plan, place: Place, ledger: Ledger) -> bool:
+    cells = [ledger.find("cells", **place, batch=batch) for batch in plan.batches]
+    profiles = [ledger.find("profiles", **place, batch=batch, backend=backend) for batch in plan.batches for backend in BACKENDS]
+    return None in cells or None in profiles
+
+
+def _place(
+    plan: Plan, place: Place, engines: Mapping[str, Engine], cards: Sequence[int], ledger: Ledger, note: Callable[[str], None]
+) -> None:
+    """Start both engines of a place, and fill its rows."""
+    starts = {}
+    for backend, engine in engines.items():
+        started = engine.ask("start", 420)
+        workers = started["workers"]
+        start = {**place, "backend": backend, "seconds": started["seconds"], **workers[0]}
+        start["epochs"] = sorted({worker["epoch"] for worker in workers if "epoch" in worker})
+        start["alike"] = len({worker.get("epoch") for worker in workers}) == 1
+        starts[backend] = start
+        ledger.add("starts", start)
+        note(_said(start))
+    _tokens(engines, place, ledger, note)
+    for batch in plan.batches:
+        if ledger.find("cells", **place, batch=batch) is None:
+            row = {**place, "batch": batch, **_cell(plan, engines, batch), **_of_start(ledger, place, starts)}
+            ledger.add("cells", row)
+            note(json.dumps(row))
+    _errors(plan, engines, place, cards, ledger, note)
+    for batch, backend in itertools.product(plan.batches, BACKENDS):  # last: a profiler leaves traces in what is timed after it
+        if ledger.find("profiles", **place, batch=batch, backend=backend) is None:
+            profile = engines[backend].ask("profile", 240, batch=batch, prompt=PROMPT, new=NEW_TOKENS.get(batch, 64) // 2)
+            row = {**place, "batch": batch, "backend": backend, **profile}
+            ledger.add("profiles", row)
+            note(f"profile {json.dumps(row)}")
+
+
+def _of_start(ledger: Ledger, place: Place, starts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What a cell's row says of its engines. tuning_seconds: of the first start, which found no winners."""
     ours = starts["moe_dist"]
     own = [bucket["own"] for bucket in ours["buckets"]]
@@ -336,28 +352,29 @@ def _of_start(ledger: Ledger, place: Mapping[str, Any], starts: Mapping[str, Map
 
 
 @contextlib.contextmanager
-def _engines(plan: Plan, dtype: str, cards: Sequence[int], modes: Sequence[str]) -> Iterator[dict[tuple[str, str], Engine]]:
-    """The processes of all modes and backends, loaded at once and not yet started."""
-    engines: dict[tuple[str, str], Engine] = {}
+def _engines(plan: Plan, dtype: str, cards: Sequence[int], places: Sequence[Place]) -> Iterator[list[dict[str, Engine]]]:
+    """The processes of all places, by backend, loaded at once and not yet started."""
+    engines: list[dict[str, Engine]] = []
     model = plan.model or write_model(plan.logs / f"model-{dtype}-{plan.layers}", dtype, plan.layers)
     try:
-        for mode in modes:
-            for backend in BACKENDS:
-                engines[mode, backend] = Engine(
-                    plan.process,
-                    _spec(plan, model, mode, backend, cards),
-                    plan.logs / f"{dtype}-{mode}-tp{plan.tp}{'-ep' * plan.ep}-{backend}.log",
-                )
+        for place in places:
+            name = f"{dtype}-{place['mode']}-tp{place['tp']}-ep{place['ep']}"
+            both = {
+                backend: Engine(plan.process, _spec(plan, model, place, backend, cards), plan.logs / f"{name}-{backend}.log")
+                for backend in BACKENDS
+            }
+            engines.append(both)
         yield engines
     finally:
-        for engine in engines.values():
-            engine.close()
+        for both in engines:
+            for engine in both.values():
+                engine.close()
 
 
-def _spec(plan: Plan, model: Path, mode: str, backend: str, cards: Sequence[int]) -> dict[str, Any]:
+def _spec(plan: Plan, model: Path, place: Place, backend: str, cards: Sequence[int]) -> dict[str, Any]:
     keywords: dict[str, Any] = {
-        "model": str(model.resolve()), "enforce_eager": mode == "eager", "gpu_memory_utilization": plan.memory, "max_model_len": 1024,
-        "max_num_batched_tokens": MOST_TOKENS, "max_num_seqs": 256, "tensor_parallel_size": plan.tp, "enable_expert_parallel": plan.ep,
+        "model": str(model.resolve()), "enforce_eager": place["mode"] == "eager", "gpu_memory_utilization": plan.memory, "max_model_len": 1024,
+        "max_num_batched_tokens": MOST_TOKENS, "max_num_seqs": 256, "tensor_parallel_size": plan.tp, "enable_expert_parallel": place["ep"] > 1,
         **({} if plan.model else {"load_format": "dummy"}), **plan.keywords,
     }  # fmt: skip
     return {
@@ -375,11 +392,12 @@ def _cell(plan: Plan, engines: Mapping[str, Engine], batch: int) -> dict[str, An
     """One cell's row: interleaved pairs, then the share of the MoE layers by their own time."""
     new = NEW_TOKENS.get(batch, 64)
     question = {"batch": batch, "prompt": PROMPT, "new": new}
-    for engine in engines.values():
-        engine.ask("generate", 300, **question)
+    for _ in range(WARM_UPS):
+        for engine in engines.values():
+            engine.ask("generate", 300, **question)
     pairs: list[dict[str, dict[str, float]]] = []
     for index in range(plan.pairs):
-        order = BACKENDS if index % 2 else BACKENDS[::-1]
+        order = BACKENDS[::-1] if index % 2 else BACKENDS
         pairs.append({backend: engines[backend].ask("generate", 300, **question) for backend in order})
     row: dict[str, Any] = {"pairs": len(pairs)}
     for name, field, inverse in (("throughput", "tokens_per_s", False), ("latency", "itl_us", True)):
@@ -389,6 +407,7 @@ def _cell(plan: Plan, engines: Mapping[str, Engine], batch: int) -> dict[str, An
         ratios = [(stock / ours) if inverse else (ours / stock) for ours, stock in zip(values["moe_dist"], values["auto"], strict=True)]
         mean, low, high = interval(ratios)
         row |= {f"{name}_ratio": round(mean, 4), f"{name}_interval": [round(low, 4), round(high, 4)]}
+        row[f"{name}_ratios"] = [round(ratio, 4) for ratio in ratios]
         row |= {field: round(statistics.median(values["moe_dist"]), 1), f"{field}_auto": round(statistics.median(values["auto"]), 1)}
     row |= _moe_share(plan, engines, batch, new, row)
     return row
@@ -411,7 +430,7 @@ def _moe_share(plan: Plan, engines: Mapping[str, Engine], batch: int, new: int, 
     return found
 
 
-def _tokens(plan: Plan, engines: Mapping[str, Engine], place: Mapping[str, Any], ledger: Ledger, note: Callable[[str], None]) -> None:
+def _tokens(engines: Mapping[str, Engine], place: Place, ledger: Ledger, note: Callable[[str], None]) -> None:
     """How far the two engines' greedy tokens agree: rounding parts them sooner or later, a wrong layer at once."""
     said = {name: engine.ask("generate", 300, batch=8, prompt=PROMPT, new=16, keep=True)["tokens"] for name, engine in engines.items()}
     alike = [next((i for i, (a, b) in enumerate(zip(*rows, strict=True)) if a != b), 16) for rows in zip(*said.values(), strict=True)]
@@ -425,6 +444,43 @@ def _tokens(plan: Plan, engines: Mapping[str, Engine], place: Mapping[str, Any],
     row["executed"] = engines["moe_dist"].ask("report", 60)[0]["executed"]
     ledger.add("tokens", row)
     note(f"tokens: {json.dumps(row)}; moe_dist {said['moe_dist'][0][:10]}, auto {said['auto'][0][:10]}")
+
+
+def _errors(
+    plan: Plan, engines: Mapping[str, Engine], place: Place, cards: Sequence[int], ledger: Ledger, note: Callable[[str], None]
+) -> None:
+    """How far each engine is from the truth: its first MoE layer from fp32 on the weights' meaning, and for fp8 the model's logits from
+    those of a third engine that serves the same numbers in bf16. Of the place's first run alone."""
+    if plan.model is not None or ledger.find("errors", **place) is not None:
+        return
+    counts = [1, 32, 256, 4096]
+    row: dict[str, Any] = {**place, "tokens": counts}
+    for backend, engine in engines.items():
+        row[f"layer_{backend}"] = [answer["error"] for answer in engine.ask("moe_error", 120, counts=counts)]
+    if place["dtype"] == "fp8" and plan.tp == 1:
+        model = write_model(plan.logs / f"model-bf16-{plan.layers}", "bf16", plan.layers)
+        spec = _spec(plan, model, {**place, "mode": "eager"}, "auto", cards) | {"draw": "dequantised"}
+        truth = Engine(plan.process, spec, plan.logs / f"{TRUTH}-{place['mode']}.log")
+        try:
+            truth.ask("start", 420)
+            logits = {name: engine.ask("logits", 120, batch=8, prompt=PROMPT) for name, engine in (*engines.items(), (TRUTH, truth))}
+        finally:
+            truth.close()
+        for backend in engines:
+            row[f"logits_{backend}"], row[f"first_{backend}"] = _apart(logits[backend], logits[TRUTH])
+    ledger.add("errors", row)
+    note(f"errors: {json.dumps(row)}")
+
+
+def _apart(found: Sequence[Sequence[float]], truth: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """(root mean square of the differences over the deviation of the truth, share of rows whose largest is at the same place)."""
+    pairs = list(zip(found, truth, strict=True))
+    off = statistics.fmean((a - b) ** 2 for row, right in pairs for a, b in zip(row, right, strict=True))
+    deviation = statistics.pstdev([value for right in truth for value in right])
+    alike = statistics.fmean(
+        max(range(len(row)), key=row.__getitem__) == max(range(len(right)), key=right.__getitem__) for row, right in pairs
+    )
+    return round(math.sqrt(off) / deviation, 5), round(alike, 4)
 
 
 def _said(start: Mapping[str, Any]) -> str:

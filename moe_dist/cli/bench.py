@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vllm.add_argument("--layers", type=int, default=16, help="of a Qwen3-30B-A3B, which has 48 (default 16)")
     vllm.add_argument("--model", type=Path, help="serve this folder, weights as stored, instead of that shape with drawn weights")
     vllm.add_argument("--tp", type=int, default=1)
-    vllm.add_argument("--ep", action="store_true", help="share the experts out over the --tp ranks")
+    vllm.add_argument("--experts", nargs="+", choices=("cut", "shared"), default=["cut"], help="how --tp ranks hold them (default cut)")
     vllm.add_argument("--memory", type=float, default=0.2, help="share of a card that each of the four engines may take (default 0.2)")
     vllm.add_argument("--workers", choices=("fork", "spawn", "inside"), default="fork", help="how an engine's core is made (default fork)")
     vllm.add_argument("--budget-s", type=float, default=120.0, help="seconds for measuring (default 120)")
@@ -123,7 +123,7 @@ def _vllm(arguments: argparse.Namespace) -> int:
         "layers",
         "model",
         "tp",
-        "ep",
+        "experts",
         "memory",
         "workers",
         "budget_s",
@@ -134,7 +134,13 @@ def _vllm(arguments: argparse.Namespace) -> int:
     plan = engines.Plan(process=process, keywords=arguments.engine, **{name: getattr(arguments, name) for name in names})
     ledger = engines.Ledger(arguments.json)
     failures = engines.measure(plan, ledger, lambda line: _note(f"[{time.strftime('%H:%M:%S')}] {line}"))
-    objections = engines.engine_objections(ledger.tables, plan.dtypes, plan.modes, plan.batches, plan.tp, plan.tp if plan.ep else 1)
+    objections = [
+        line
+        for experts in plan.experts
+        for line in engines.engine_objections(
+            ledger.tables, plan.dtypes, plan.modes, plan.batches, plan.tp, plan.tp if experts == "shared" else 1
+        )
+    ]
     for line in [*failures, *objections]:
         print(f"moe-dist bench: {line}", file=sys.stderr)
     return 1 if failures or objections else 0

@@ -41,7 +41,9 @@ for line in sys.stdin:
         "report": [worker],
         "generate": {"seconds": 1.0, "tokens_per_s": 100 * speed, "itl_us": 1000 / speed, "tokens": [[1, 2, 3 if ours else 4]] * 8},
         "moe_us": [{"tokens": count, "us": 500.0 * count, "own": count < 100 if ours else None} for count in asked.get("counts", [])],
-        "profile": {"moe_share": 0.5, "top": []},
+        "moe_error": [{"tokens": count, "error": 0.01 if ours else 0.02} for count in asked.get("counts", [])],
+        "logits": [[0.0, 2.0, 4.0, 6.0 + (spec["draw"] != "dequantised") * (1 if ours else 2)]] * 8,
+        "profile": {"moe_share": 0.5, "busy": 0.9, "top": []},
     }[what]
     print(json.dumps({"answer": answer}), flush=True)
 """
@@ -70,21 +72,25 @@ def test_a_cell_has_its_ratio_its_shares_and_what_its_engines_are(plan: Any, tmp
     assert (cell["dtype"], cell["mode"], cell["tp"], cell["ep"], cell["batch"], cell["pairs"]) == ("bf16", "eager", 1, 1, 1, 5)
     assert cell["throughput_ratio"] == cell["latency_ratio"] == pytest.approx(1.2, abs=0.01)  # above 1 is better, in both
     assert cell["throughput_interval"][0] < 1.2 < cell["throughput_interval"][1]
-    # A batch of 1: one prefill of 128 tokens, not ours, and 255 steps of one token, ours.
-    assert cell["own_time_share"] == pytest.approx(255 / (255 + 128), abs=1e-4)
+    # A batch of 1: one prefill of 128 tokens, not ours, and 127 steps of one token, ours.
+    assert cell["own_time_share"] == pytest.approx(127 / (127 + 128), abs=1e-4)
     assert cell["moe_time_share"] == pytest.approx(0.5, abs=0.01)
     assert (cell["own_bucket_share"], cell["tuning_seconds"], cell["kv_tokens"], cell["kv_tokens_auto"]) == (0.75, 1.5, 990, 1000)
     (tokens,) = ledger.tables["tokens"]
     assert (tokens["first_equal"], tokens["of"], tokens["mean_prefix"]) == (8, 8, 2.0)
+    (errors,) = ledger.tables["errors"]
+    assert (errors["layer_moe_dist"], errors["layer_auto"]) == ([0.01] * 4, [0.02] * 4)
+    assert "logits_auto" not in errors
     assert any("a line" in note for note in notes)
 
 
 def test_pairs_alternate_and_profiles_come_last(plan: Any, tmp_path: Path) -> None:
     measure(plan(batches=[1, 4]), Ledger(tmp_path / "rows.json"), lambda line: None)
-    asked = [line for line in said(tmp_path) if "generate 1" in line]
-    assert [line.split()[0] for line in asked[2:]] == ["auto", "moe_dist", "moe_dist", "auto"] * 2 + ["auto", "moe_dist"]
+    asked = [line.split()[0] for line in said(tmp_path) if line.endswith("generate 1")]
+    assert asked == ["auto", "moe_dist"] * 2 + ["auto", "moe_dist", "moe_dist", "auto"] * 2 + ["auto", "moe_dist"]  # twice to warm up
     first = said(tmp_path).index("auto profile 1")
     assert not any("generate" in line for line in said(tmp_path)[first:])
+    assert said(tmp_path)[first + 1] == "moe_dist profile 1"
 
 
 def test_a_run_that_was_cut_measures_what_is_missing(plan: Any, tmp_path: Path) -> None:
@@ -105,13 +111,23 @@ def test_an_engine_that_fails_is_a_line_with_its_log_and_the_others_are_measured
     assert "RuntimeError: no card" in failure
     assert "the reason lies here" in failure
     assert "cells" not in ledger.tables
-    assert [row["backend"] for row in ledger.tables["starts"]] == ["moe_dist"]
+    assert "starts" not in ledger.tables  # the stock engine starts first
 
 
 def test_dtypes_are_shared_out_over_cards(plan: Any, tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "rows.json")
     measure(plan(dtypes=["bf16", "fp8"], cards=[0, 1]), ledger, lambda line: None)
     assert {cell["dtype"] for cell in ledger.tables["cells"]} == {"bf16", "fp8"}
+
+
+def test_fp8_logits_are_compared_with_a_third_engine_s_in_bf16(plan: Any, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "rows.json")
+    assert measure(plan(dtypes=["fp8"]), ledger, lambda line: None) == []
+    (errors,) = ledger.tables["errors"]
+    # One of four logits is off by 1 and by 2; the truth is 0, 2, 4, 6, of deviation sqrt(5).
+    assert errors["logits_moe_dist"] == pytest.approx(math.sqrt(1 / 4) / math.sqrt(5), abs=1e-4)
+    assert errors["logits_auto"] == pytest.approx(math.sqrt(4 / 4) / math.sqrt(5), abs=1e-4)
+    assert (errors["first_moe_dist"], errors["first_auto"]) == (1.0, 1.0)
 
 
 def test_interval_is_student_s_over_logarithms() -> None:
@@ -145,7 +161,7 @@ def tables(
     }  # fmt: skip
     return {
         "cells": [good | (cell or {})],
-        "profiles": [{**place, "batch": 1, **({"moe_share": 0.6} if profile is None else profile)}],
+        "profiles": [{**place, "batch": 1, "backend": "auto", **({"moe_share": 0.6} if profile is None else profile)}],
         "starts": [{**place, "alike": True, "epochs": ["a"], **(start or {})}],
     }
 

@@ -10,9 +10,11 @@ weights are so small that fp8 rounds them all to zero. That needs experts in the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import sys
 import time
@@ -28,12 +30,12 @@ PROMPT_SEED = 17
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
-    """backend: "auto" or "moe_dist". keywords: of `vllm.LLM`. draw: draw the weights anew after loading. settings: of moe_dist.
-    environment: variables to set before vLLM is loaded."""
+    """backend: "auto" or "moe_dist". keywords: of `vllm.LLM`. draw: draw the weights anew after loading; "dequantised": those that an fp8
+    model of this shape would draw, as they are meant. settings: of moe_dist. environment: variables to set before vLLM is loaded."""
 
     backend: str
     keywords: dict[str, Any]
-    draw: bool = True
+    draw: bool | str = True
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -81,6 +83,10 @@ class Questions:
         largest = max(token_counts(self.vllm_config).captured, default=0)
         return [_time_layers(self, count, count <= largest, names) for count in counts]
 
+    def moe_dist_moe_error(self: Any, count: int) -> dict[str, float]:
+        """How far the first MoE layer's experts are from fp32 on the weights' meaning, over 16 of `count` tokens, relative to the truth."""
+        return {"tokens": count, "error": _layer_error(self, count)}
+
     def moe_dist_record(self: Any, on: bool) -> dict[str, float]:
         """Begin to record what the device runs; or end it: microseconds by kernel name."""
         if on:
@@ -98,22 +104,32 @@ def _moe_modules(worker: Any) -> list[Any]:
     return [m for m in found if getattr(m.quant_method, "moe_kernel", None) is not None]
 
 
+def _layer_inputs(layer: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, distinct experts and weights that sum to one, as a router gives them for unlike tokens."""
+    config, device = layer.moe_config, layer.w13_weight.device
+    generator = torch.Generator().manual_seed(PROMPT_SEED)
+    x = torch.randn(tokens, config.hidden_dim, generator=generator).to(device, config.in_dtype)
+    ids = torch.rand(tokens, config.num_experts, generator=generator).topk(config.experts_per_token).indices.int().to(device)
+    return x, ids, torch.full((tokens, config.experts_per_token), 1.0 / config.experts_per_token, device=device)
+
+
+def _run_layer(layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = layer.quant_method.moe_kernel.apply(
+        hidden_states=x, w1=layer.w13_weight, w2=layer.w2_weight, topk_weights=weights, topk_ids=ids, activation=layer.moe_config.activation,
+        global_num_experts=layer.global_num_experts, expert_map=layer.expert_map, apply_router_weight_on_input=False,
+    )  # fmt: skip
+    return out
+
+
 @torch.inference_mode()
 def _time_layers(worker: Any, tokens: int, graph: bool, names: bool) -> dict[str, Any]:
     modules = _moe_modules(worker)
-    config, device = modules[0].moe_config, modules[0].w13_weight.device
-    generator = torch.Generator().manual_seed(PROMPT_SEED)
-    x = torch.randn(tokens, config.hidden_dim, generator=generator).to(device, config.in_dtype)
-    # As a router does it for unlike tokens: distinct experts, weights that sum to one.
-    ids = torch.rand(tokens, config.num_experts, generator=generator).topk(config.experts_per_token).indices.int().to(device)
-    weights = torch.full((tokens, config.experts_per_token), 1.0 / config.experts_per_token, device=device)
+    device = modules[0].w13_weight.device
+    inputs = _layer_inputs(modules[0], tokens)
 
     def run() -> None:
-        for m in modules:
-            m.quant_method.moe_kernel.apply(
-                hidden_states=x, w1=m.w13_weight, w2=m.w2_weight, topk_weights=weights, topk_ids=ids, activation=m.moe_config.activation,
-                global_num_experts=m.global_num_experts, expert_map=m.expert_map, apply_router_weight_on_input=False,
-            )  # fmt: skip
+        for module in modules:
+            _run_layer(module, *inputs)
 
     call: Callable[[], None] = run
     run()
@@ -148,6 +164,31 @@ def _time_layers(worker: Any, tokens: int, graph: bool, names: bool) -> dict[str
             _wait(device)
         row["kernels"] = sorted(_sums(recorded, device))
     return row
+
+
+@torch.inference_mode()
+def _layer_error(worker: Any, tokens: int) -> float:
+    layer = _moe_modules(worker)[0]
+    w13, w2, device = layer.w13_weight, layer.w2_weight, layer.w13_weight.device
+    x, ids, weights = _layer_inputs(layer, tokens)
+    got = _run_layer(layer, x, ids, weights)
+    total = off = 0.0
+    for row in torch.linspace(0, tokens - 1, min(tokens, 16)).round().long().tolist():
+        truth = torch.zeros(x.shape[1], device=device)
+        for weight, expert in zip(weights[row], ids[row].tolist(), strict=True):
+            local = expert if layer.expert_map is None else int(layer.expert_map[expert])
+            if local >= 0:
+                gate, up = (_meaning(layer, "w13", w13, local) @ x[row].float()).chunk(2)
+                truth += weight * (_meaning(layer, "w2", w2, local) @ (torch.nn.functional.silu(gate) * up))
+        total, off = total + float(truth.square().sum()), off + float((got[row].float() - truth).square().sum())
+    return round(math.sqrt(off / total), 6)
+
+
+def _meaning(layer: Any, name: str, weight: torch.Tensor, expert: int) -> torch.Tensor:
+    """One expert's matrix in fp32, block scales applied."""
+    scale = getattr(layer, f"{name}_weight_scale_inv", None)
+    matrix = weight[expert].float()
+    return matrix if scale is None else matrix * scale[expert].repeat_interleave(128, 0).repeat_interleave(128, 1)
 
 
 def _wait(device: torch.device) -> None:
@@ -189,23 +230,44 @@ def _count_executions() -> None:
 
 
 @torch.no_grad()
-def draw_weights(model: torch.nn.Module) -> None:
-    """Weights as a trained model's might be, from each parameter's name: deviation of the fan-in, norms about one, fp8 well filled."""
+def draw_weights(model: torch.nn.Module, dequantised: bool = False) -> None:
+    """Weights as a trained model's might be, from each parameter's name: deviation of the fan-in, norms about one, fp8 well filled.
+
+    dequantised: experts get what the fp8 model's numbers mean."""
     for name, parameter in model.named_parameters():
-        generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
         value = parameter.data
         if "norm" in name:
-            value.copy_(1 + 0.1 * torch.randn(value.shape, generator=generator, device=value.device))
-        elif value.dtype == torch.float8_e4m3fn:
-            for expert in value if value.ndim == 3 else value.unsqueeze(0):
-                expert.copy_((100 * torch.randn(expert.shape, generator=generator, device=value.device)).clamp_(-448, 448))
+            value.copy_(1 + 0.1 * torch.randn(value.shape, generator=_seeded(name, value.device), device=value.device))
+        elif value.ndim == 3 and "scale" not in name and (dequantised or value.dtype == torch.float8_e4m3fn):
+            scales = (
+                _draw_scales(f"{name}_scale_inv", (value.shape[0], value.shape[1] // 128, value.shape[2] // 128), value.device)
+                if dequantised
+                else None
+            )
+            generator = _seeded(name, value.device)
+            for expert in range(value.shape[0]):
+                drawn = 100 * torch.randn(value.shape[1:], generator=generator, device=value.device)
+                stored = drawn.clamp_(-448, 448).to(torch.float8_e4m3fn)
+                if scales is None:
+                    value[expert].copy_(stored)
+                else:
+                    value[expert].copy_(stored.float() * scales[expert].repeat_interleave(128, 0).repeat_interleave(128, 1))
         elif "scale" in name:
-            fan_in = 128 * value.shape[-1]
-            value.copy_((0.5 + torch.rand(value.shape, generator=generator, device=value.device)) * (0.01 * fan_in**-0.5))
+            value.copy_(_draw_scales(name, tuple(value.shape), value.device))
         elif value.ndim > 1:
-            value.normal_(0, 0.5 if "embed" in name else value.shape[-1] ** -0.5, generator=generator)
+            value.normal_(0, 0.5 if "embed" in name else value.shape[-1] ** -0.5, generator=_seeded(name, value.device))
         if name.endswith("lm_head.weight"):
             value.mul_(4)  # logits apart by more than rounding moves them
+
+
+def _seeded(name: str, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+
+
+def _draw_scales(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Block scales [E, row blocks, column blocks], by which fp8 values of deviation 100 become those of the fan-in."""
+    drawn: torch.Tensor = 0.5 + torch.rand(shape, generator=_seeded(name, device), device=device)
+    return drawn * (0.01 / math.sqrt(128 * shape[2]))
 
 
 def _draw_after_loading() -> None:
@@ -222,7 +284,7 @@ def _draw_after_loading() -> None:
         if asked is not None:
             _count_executions()
             if asked["draw"]:
-                draw_weights(self.model_runner.get_model())
+                draw_weights(self.model_runner.get_model(), dequantised=asked["draw"] == "dequantised")
 
     load_model._moe_dist_draws = True  # type: ignore[attr-defined]
     Worker.load_model = load_model
@@ -244,7 +306,7 @@ class Engine:
 
         began = time.perf_counter()
         self._llm = LLM(
-            moe_backend=self._spec.backend, skip_tokenizer_init=True, disable_log_stats=False, enable_prefix_caching=False, seed=0,
+            moe_backend=self._spec.backend, skip_tokenizer_init=True, max_logprobs=-1, logprobs_mode="raw_logits", disable_log_stats=False, enable_prefix_caching=False, seed=0,
             worker_extension_cls=f"{__package__}.bench.Questions",
             additional_config={SWITCH: {"draw": self._spec.draw}, "moe_dist": self._spec.settings}, **self._spec.keywords,
         )  # fmt: skip
@@ -258,12 +320,10 @@ class Engine:
         """`batch` prompts of `prompt` tokens, `new` tokens each: seconds, output tokens/s, inter-token latency; keep: the tokens."""
         from vllm import SamplingParams
 
-        vocabulary = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
-        generator = torch.Generator().manual_seed(PROMPT_SEED)
-        rows = torch.randint(1, vocabulary, (batch, prompt), generator=generator).tolist()
+        prompts = self._prompts(batch, prompt)
         sampling = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
         began = time.perf_counter()
-        outputs = self._llm.generate([{"prompt_token_ids": row} for row in rows], sampling, use_tqdm=False)
+        outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - began
         answer: dict[str, Any] = {"seconds": seconds, "tokens_per_s": batch * new / seconds, "itl_us": _inter_token_us(outputs)}
         if keep:
@@ -274,24 +334,44 @@ class Engine:
         found: list[list[dict[str, Any]]] = self._llm.collective_rpc("moe_dist_moe_us", args=(counts,))
         return found[0]
 
+    def moe_error(self, counts: list[int]) -> list[dict[str, float]]:
+        return [self._llm.collective_rpc("moe_dist_moe_error", args=(count,))[0] for count in counts]
+
+    def logits(self, batch: int, prompt: int) -> list[list[float]]:
+        """Of the token after each of `batch` prompts. The engine must have been started with max_logprobs -1 and raw logits."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False, logprobs=-1)
+        found = []
+        for output in self._llm.generate(self._prompts(batch, prompt), sampling, use_tqdm=False):
+            said = output.outputs[0].logprobs[0]
+            found.append([round(float(said[token].logprob), 4) for token in range(len(said))])
+        return found
+
     def profile(self, batch: int, prompt: int, new: int) -> dict[str, Any]:
-        """The share of rank 0's device time that kernels of the MoE layers take in `generate`: those that the layers launch when they
-        run alone. Whatever the profiler raises is the answer's "error": it is a diagnostic."""
+        """Rank 0's device time in `generate`: moe_share: of it in kernels that the MoE layers launch when they run alone; busy: of the
+        wall clock. Whatever the profiler raises is the answer's "error": it is a diagnostic."""
         try:
             most = self._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
             rows = self._llm.collective_rpc("moe_dist_moe_us", args=(sorted({batch, min(batch * prompt, most)}), True))[0]
             kernels = {name for row in rows for name in row["kernels"]}
             self._llm.collective_rpc("moe_dist_record", args=(True,))
-            self.generate(batch, prompt, new)
+            seconds = self.generate(batch, prompt, new)["seconds"]
             sums = self._llm.collective_rpc("moe_dist_record", args=(False,))[0]
             total = sum(sums.values())
             ranked = sorted(sums.items(), key=lambda item: -item[1])
             return {
                 "moe_share": round(sum(us for name, us in sums.items() if name in kernels) / total, 4),
-                "top": [[name[:90], round(us / total, 4), name in kernels] for name, us in ranked[:12]],
+                "busy": round(total / seconds / 1e6, 4),
+                "top": [[name[:90], round(us / total, 4), name in kernels] for name, us in ranked[:14]],
             }
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
+
+    def _prompts(self, batch: int, prompt: int) -> list[dict[str, Any]]:
+        vocabulary = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
+        generator = torch.Generator().manual_seed(PROMPT_SEED)
+        return [{"prompt_token_ids": row} for row in torch.randint(1, vocabulary, (batch, prompt), generator=generator).tolist()]
 
 
 def _inter_token_us(outputs: list[Any]) -> float | None:
@@ -318,7 +398,10 @@ def main(text: str) -> None:
     import vllm.entrypoints.llm
     import vllm.v1.engine.core
     import vllm.v1.worker.gpu_worker  # what a worker loads, which is forked from this process
+    from vllm.engine.arg_utils import EngineArgs
 
+    with contextlib.suppress(Exception):  # what it finds out about the model is kept in a cache; if it can't, the start will say why
+        EngineArgs(model=spec.keywords["model"], skip_tokenizer_init=True).create_model_config()
     answer({"loaded": True, "vllm": vllm.__version__, "cuda_initialized": bool(torch.cuda.is_initialized())})  # type: ignore[no-untyped-call]
     for line in sys.stdin:
         asked = json.loads(line)
