@@ -54,6 +54,17 @@ def test_every_candidate_passes_its_check(quant: str, routed: bool, ep_rank: int
             assert probe.check(probe.bind(tactic)) is None, tactic
 
 
+def test_calls_that_no_cache_outlives_are_probed_with_one_input_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 local experts of 3 x 64 x 48 bf16: a call of one token reads at most 2 of them, one of 16 tokens all."""
+    op = operation()
+    expert_bytes = 3 * 64 * 48 * 2
+    monkeypatch.setattr("moe_dist.operation.STREAMED_BYTES", 3 * expert_bytes)
+    assert [op.probe(tokens, SPEC).copies for tokens in (1, 2, 16)] == [2, 1, 1]
+    probe = op.probe(16, SPEC)
+    assert probe.check(probe.bind(LOOP)) is None
+    assert len(probe.inputs) == 1
+
+
 @pytest.mark.parametrize("finalize", [True, False])
 def test_biases_and_unsummed_slots_pass(finalize: bool) -> None:
     config = dataclasses.replace(

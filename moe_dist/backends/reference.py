@@ -42,9 +42,12 @@ def compute(layer: BoundLayer, acts: MoEActivationPack, *, dtype: torch.dtype = 
     def operand(x: torch.Tensor) -> torch.Tensor:
         return _fp8_rounded(rounded(x), group) if quantise_rows else rounded(x)
 
-    for expert in range(layer.num_local_experts):
-        places = (rows_TK == expert).nonzero().tolist()
-        if not places:
+    places_of: dict[int, list[tuple[int, int]]] = {}
+    for token, row in enumerate(rows_TK.tolist()):
+        for slot, expert in enumerate(row):
+            places_of.setdefault(expert, []).append((token, slot))
+    for expert, places in sorted(places_of.items()):
+        if expert < 0:
             continue
         w13 = dequantise(weights.w13[expert], None if weights.w13_scale is None else weights.w13_scale[expert], config.quant)
         w2 = dequantise(weights.w2[expert], None if weights.w2_scale is None else weights.w2_scale[expert], config.quant)

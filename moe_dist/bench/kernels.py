@@ -149,7 +149,9 @@ def run_matrix(
         if stop_at is not None and time.monotonic() >= stop_at:
             left += len(missing)
             continue
-        note(f"{shape.name} {dtype}: {len(missing)} cells")
+        note(
+            f"{shape.name} {dtype}: {len(missing)} cells, {', '.join(dict.fromkeys(peer.name for *_, absent in missing for peer in absent))}"
+        )
         bench = _ShapeBench(plan, shape, dtype, device, note)
         try:
             if wants_ladder:
@@ -249,7 +251,8 @@ class _ShapeBench:
         buckets = [bucket for bucket in self._ladder.buckets() if bucket.high in counts]
         self._tuner = self._make_tuner()
         if buckets:
-            self._tuner.run_pass(buckets)
+            report = self._tuner.run_pass(buckets)
+            self._note(f"  tuned {len(buckets)} buckets: {report.measured} candidates, {report.compiled} kernels, {report.seconds:.1f} s")
         self._tune_eager()
 
     def _tune_eager(self) -> None:
@@ -300,7 +303,10 @@ class _ShapeBench:
             try:
                 call = peer.bind(bound)
                 with torch.no_grad():
+                    began = time.monotonic()
                     fault, errors[peer.name] = self._judge_peer(questions, peer, call)
+                    if (took := time.monotonic() - began) > SLOW_START_S:
+                        self._note(f"  {peer.name} took {took:.0f} s to start at {tokens} tokens: it compiles or tunes itself")
                 if fault is not None:
                     reasons[peer.name] = fault
                 else:
@@ -416,6 +422,7 @@ class _ShapeBench:
         return None, errors
 
 
+SLOW_START_S = 5.0
 WRONG = 0.2  # an error that no rounding explains
 TRUTH_ROWS = 24
 

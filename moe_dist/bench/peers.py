@@ -24,7 +24,7 @@ from moe_dist.tuning.problem import Tactic
 Call = Callable[[MoEActivationPack], torch.Tensor]  # a routed call: [T, H] in the problem's dtype, in memory of its own
 
 FAMILIES = ("vllm", "sonicmoe", "torch")
-DEEP_GEMM_TOKENS, SONICMOE_TOKENS = 64, 1024
+DEEP_GEMM_TOKENS, SONICMOE_TOKENS = 64, 4096
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,8 @@ def _cpu_name() -> str:
 
 def _driver_version() -> str:
     try:
-        return Path("/proc/driver/nvidia/version").read_text().split("Kernel Module")[1].split()[0]
-    except (OSError, IndexError):
+        return driver_in(Path("/proc/driver/nvidia/version").read_text())
+    except (OSError, ValueError):
         try:
             import pynvml
 
@@ -137,6 +138,14 @@ def _driver_version() -> str:
             return str(pynvml.nvmlSystemGetDriverVersion())
         except Exception as error:  # any failure of an optional library means one thing: the driver can't be told
             raise RuntimeError("the NVIDIA driver's version can't be read from /proc or NVML; install nvidia-ml-py") from error
+
+
+def driver_in(text: str) -> str:
+    """The version in what the kernel module says of itself, which names its build before it on some systems. ValueError: none is there."""
+    found = re.search(r"Kernel Module\b.*?\s(\d+\.\d+(?:\.\d+)*)\s", text)
+    if found is None:
+        raise ValueError(f"no driver version in {text[:200]!r}")
+    return found.group(1)
 
 
 @functools.cache

@@ -19,6 +19,8 @@ from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.problem import Cell, Failed, Measurement, Operation, Probe, ProbeSpec, Tactic, Timed, digest
 
 MAX_CALLS = 200
+# Of a policy's window, where only the device is timed: what longer windows average out is the host's noise.
+DEVICE_WINDOW_SHARE = 0.4
 # The default is timed first and last in a round; apart by more than this, the machine changed under it and the round is repeated once.
 UNSTABLE_RATIO = 1.15
 
@@ -87,10 +89,15 @@ class GraphClock:
             run(0)
         torch.cuda.current_stream(device).wait_stream(stream)
         _synchronize(device)
-        # thread_local: what other threads of the process do meanwhile (a communicator's watchdog) can't spoil the capture.
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            for index in range(copies):
-                run(index)
+        # Not by `torch.cuda.graph`, which gives all cached memory back at each capture, so that every candidate would ask for it anew.
+        with torch.cuda.stream(stream):
+            # thread_local: what other threads of the process do meanwhile (a communicator's watchdog) can't spoil the capture.
+            self._graph.capture_begin(torch.cuda.graph_pool_handle() if pool is None else pool, capture_error_mode="thread_local")
+            try:
+                for index in range(copies):
+                    run(index)
+            finally:
+                self._graph.capture_end()
         self._graph.replay()
         _synchronize(device)
 
@@ -136,6 +143,7 @@ class CellMeasurer:
         self._call_us: dict[Tactic, float] = {}
         self._probe: Probe | None = None
         self._bound: dict[Tactic, Run] = {}
+        self._device_time = operation.device.type == "cuda" and policy.kind != "eager"
         self._pool: Any = torch.cuda.graph_pool_handle() if policy.kind == "cuda_graph" else None
 
     def prepare(self, tactics: Iterable[Tactic]) -> None:
@@ -146,6 +154,8 @@ class CellMeasurer:
         except (MemoryError, torch.OutOfMemoryError) as error:
             self._failed.update((tactic, Failed(f"out of memory in preparation: {first_line(error)}")) for tactic in tactics)
             return
+        if self._pool is not None:
+            torch.cuda.empty_cache()  # the graphs' pool can't use what lies cached outside of it
         for tactic in tactics:
             self._progress()
             journaled = self._journal.running(journal_key(self._cell, tactic)) if self._journal else nullcontext()
@@ -250,7 +260,7 @@ class CellMeasurer:
 
     def _sweep(self, ready: list[Tactic], sweeps: int) -> tuple[dict[Tactic, list[float]], bool]:
         """`sweeps` visits of every candidate, each time starting at another one, so that drift hits all alike."""
-        window_us = self._policy.window.total_seconds() * 1e6
+        window_us = self._policy.window.total_seconds() * 1e6 * (DEVICE_WINDOW_SHARE if self._device_time else 1.0)
         windows: dict[Tactic, list[float]] = {tactic: [] for tactic in ready}
         anchor: list[float] = []
         for sweep in range(sweeps):

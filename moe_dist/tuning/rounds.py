@@ -41,6 +41,7 @@ class Rounds:
         self._started = time.monotonic()
         self._lent: Arena | Refused | None = None
         self.spent = False
+        self._device_time = "cuda_graph" in settings.modes  # by events or in graphs, either way without the host
 
     def reduce(self, index: int, planned: PlannedCell) -> Decided:
         """Every rank times every candidate; drops, budget and winner follow from the reduced times."""
@@ -106,7 +107,7 @@ class Rounds:
 
     def _race(self, step: str, planned: PlannedCell, tactics: Sequence[Tactic], measurer: CellMeasurer | None) -> Decided:
         """The rounds of one cell, each exchanged: their number is fixed, whatever is left to time."""
-        race = Race(tactics, planned.default)
+        race = Race(tactics, planned.default, device_time=self._device_time)
         for number in range(1 + self._settings.policy.rounds):
             in_time = not self.spent  # agreed: it follows from the words of the last exchange
             measured = measurer.round(race.alive, sweeps=1 if number == 0 else None) if measurer is not None and in_time else {}
@@ -137,7 +138,7 @@ class Rounds:
 
     def _race_alone(self, measurer: CellMeasurer, tactics: Sequence[Tactic], default: Tactic) -> tuple[Race, dict[Tactic, Measurement]]:
         """All rounds on this rank alone: the race, and the candidates that failed in it."""
-        race, failed = Race(tactics, default), dict[Tactic, Measurement]()
+        race, failed = Race(tactics, default, device_time=self._device_time), dict[Tactic, Measurement]()
         for number in range(1 + self._settings.policy.rounds):
             measured = measurer.round(race.alive, sweeps=1 if number == 0 else None)
             failed.update((tactic, row) for tactic, row in measured.items() if isinstance(row, Failed))

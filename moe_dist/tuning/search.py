@@ -14,6 +14,8 @@ from moe_dist.tuning.problem import Abstain, Failed, Measurement, Tactic, Timed
 # Slower than the best by this factor after round 0, 1, 2 ...: dropped. The first look is one short window that an
 # interrupted thread can double, so it is wide.
 DROP_RATIOS = (3.0, 1.25, 1.10, 1.05)
+# The same where only the device is timed: nothing interrupts it.
+DEVICE_DROP_RATIOS = (1.30, 1.15, 1.08, 1.05)
 # Times closer than this are equal: run-to-run noise of a quiet machine.
 TIE_RATIO = 1.02
 
@@ -29,10 +31,14 @@ class Standing:
 
 
 class Race:
-    """The race of one cell. `candidates` has the default first; the default is timed in every round and never dropped."""
+    """The race of one cell. `candidates` has the default first; the default is timed in every round and never dropped.
 
-    def __init__(self, candidates: Sequence[Tactic], default: Tactic) -> None:
+    device_time: the times are the device's alone, so that a slow candidate shows at once.
+    """
+
+    def __init__(self, candidates: Sequence[Tactic], default: Tactic, *, device_time: bool = False) -> None:
         self.default = default
+        self._ratios = DEVICE_DROP_RATIOS if device_time else DROP_RATIOS
         self.alive: list[Tactic] = list(candidates)
         self.rejected: dict[Tactic, str] = {}
         self._times: dict[Tactic, list[float]] = {tactic: [] for tactic in candidates}
@@ -47,7 +53,7 @@ class Race:
                 self._times[tactic].append(measured.median_us)
             else:
                 self._reject(tactic, measured.reason if isinstance(measured, Failed) else "timed on no rank")
-        limit = DROP_RATIOS[min(self._rounds, len(DROP_RATIOS) - 1)]
+        limit = self._ratios[min(self._rounds, len(self._ratios) - 1)]
         self._rounds += 1
         if not self.alive:
             return

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moe_dist as md
-from moe_dist.tuning.identity import Environment, Key, build_environment
+from moe_dist.tuning.identity import Environment, Key, build_environment, driver_in
 from moe_dist.tuning.problem import Bucket, Cell, ProbeSpec, Problem, Tactic, canonical, digest, pack, unpack
 
 ENVIRONMENT = Environment(
@@ -169,3 +169,27 @@ def test_the_environment_of_this_machine_knows_every_field() -> None:
 def test_a_tactic_is_named_by_its_parameters_not_by_their_order() -> None:
     assert Tactic.of("x", b=1, a=2) == Tactic.of("x", a=2, b=1)
     assert Tactic.of("x", a=1) != Tactic.of("x", a=1, collective=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        # The proprietary module, the open one, and one with a branch's name behind the number.
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Sat Feb 24 22:52:18 UTC 2024\nGCC version:  gcc version 12.3.0\n",
+            "535.161.08",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (root@host)  Mon Sep  8\nGCC version:  13.3.0\n",
+            "580.159.04",
+        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  570.86  Release Build  (dvs-builder)\n", "570.86"),
+    ],
+)
+def test_the_drivers_version_is_read_from_what_its_module_says(text: str, version: str) -> None:
+    assert driver_in(text) == version
+
+
+def test_a_text_without_a_driver_version_is_refused() -> None:
+    with pytest.raises(ValueError, match="no driver version in 'GCC version:  gcc version 12"):
+        driver_in("GCC version:  gcc version 12.3.0 ")

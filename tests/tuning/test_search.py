@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from moe_dist.tuning.problem import Abstain, Failed, Measurement, Tactic, Timed
-from moe_dist.tuning.search import DROP_RATIOS, TIE_RATIO, Race, finalists
+from moe_dist.tuning.search import DEVICE_DROP_RATIOS, DROP_RATIOS, TIE_RATIO, Race, finalists
 
 
 def tactic(name: str) -> Tactic:
@@ -22,9 +22,10 @@ def times(**us: float | Measurement) -> dict[Tactic, Measurement]:
     return {tactic(name): value if isinstance(value, (Timed, Failed, Abstain)) else Timed(value, 0.0, 1) for name, value in us.items()}
 
 
-def test_each_round_drops_what_is_behind_by_more_than_its_ratio() -> None:
-    for number, ratio in enumerate(DROP_RATIOS):
-        race = Race([DEFAULT, A, B], DEFAULT)
+@pytest.mark.parametrize(("device_time", "ratios"), [(False, DROP_RATIOS), (True, DEVICE_DROP_RATIOS)])  # the host's noise, or none
+def test_each_round_drops_what_is_behind_by_more_than_its_ratio(device_time: bool, ratios: tuple[float, ...]) -> None:
+    for number, ratio in enumerate(ratios):
+        race = Race([DEFAULT, A, B], DEFAULT, device_time=device_time)
         # The ratios fall, so what is just behind this round's survived the earlier, wider ones.
         for _ in range(number + 1):
             race.feed(times(plain=100.0, a=100.0 * ratio * 0.999, b=100.0 * ratio * 1.001))
