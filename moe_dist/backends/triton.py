@@ -151,7 +151,7 @@ class TritonBackend(Backend):
             return 0
         from moe_dist_kernels import ahead
 
-        router = None if layer.problem.routed else _router(layer.problem, layer.problem.dtype)
+        router = None if layer.problem.routed else _router(layer.problem, torch.float32)  # as probes bring logits
         shape, pdl = _bound_shape(layer), _uses_pdl(layer)
         done = ahead.compile_ahead(
             [ahead.Variant(shape=shape, plan=_plan(tactic), pdl=pdl, router=router) for tactic in tactics],
