@@ -121,6 +121,29 @@ def test_compiled_engine_gives_the_same_tokens(drive: Drive, models: dict[str, P
     assert summaries(run.log)[0][1] == 0  # the same layer, so the store of the eager engine serves it
 
 
+def test_reloaded_weights_are_served(drive: Drive, models: dict[str, Path], store: Path, one_rank: Run) -> None:
+    """vLLM writes them into the layers' own storage; what was tuned goes on serving. One model is the other's after rounding to fp8."""
+    run = passed(
+        drive(
+            {"model": models["dequantised"], "backend": "auto"},
+            {"model": models["plain"], "backend": "moe_dist", "reload": models["dequantised"]},
+            MOE_DIST_STORE=str(store),
+        )
+    )
+    assert tokens(run, 1) == tokens(one_rank)
+    assert run.engines[1]["reloaded"] == tokens(run, 0)
+    assert tokens(run, 0) != tokens(one_rank)
+    assert summaries(run.log)[0][1] == 0
+    assert len(summaries(run.log)) == 1  # nothing is tuned anew
+
+
+def test_lora_adapters_end_start_up_with_the_reason(drive: Drive, models: dict[str, Path]) -> None:
+    run = drive({"model": models["plain"], "backend": "moe_dist", "enable_lora": True})
+    assert run.code not in (0, -1)
+    reason = "moe_backend='moe_dist' can't serve this layer: it does not run LoRA adapters; choose another --moe-backend"
+    assert reason in run.log, run.log[-6000:]
+
+
 def test_the_doctor_s_command_tunes_ahead_for_the_engine(drive: Drive, models: dict[str, Path], one_rank: Run, tmp_path: Path) -> None:
     """Run as it is printed: the engine's keys are the launcher's, so its first start finds all of its cells."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

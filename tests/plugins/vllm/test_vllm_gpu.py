@@ -1,0 +1,78 @@
+"""The real vLLM on a GPU with --moe-backend=moe_dist: each kind of CUDA graph, sleeping, reloaded weights. One process, one engine after the other.
+
+In float32, where greedy tokens of eager calls and of every kind of graph agree. About three minutes; `VLLM_ATTENTION_BACKEND` and the like are the caller's.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import vllm_tiny
+from vllm_engines import Run, driver
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here"),
+]
+GRAPHS = ("PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("gpu")
+    _, other = vllm_tiny.save_block_fp8(folder / "fp8", folder / "other")
+    common: dict[str, Any] = {
+        "model": vllm_tiny.save_plain(folder / "plain"), "backend": "moe_dist", "gpu_memory_utilization": 0.1, "attention_backend": "TRITON_ATTN",
+        "enforce_eager": False,
+    }  # fmt: skip
+    engines = [
+        {**common, "backend": "auto", "enforce_eager": True},
+        {**common, "backend": "auto", "enforce_eager": True, "model": other},
+        {**common, "enforce_eager": True},
+        *({**common, "compilation_config": {"cudagraph_mode": mode}} for mode in GRAPHS),
+        {**common, "reload": other},
+        {**common, "enable_sleep_mode": True, "sleep": 1},
+    ]
+    found = driver(lambda: tmp_path_factory.mktemp("engine"))(*engines, deadline=840, MOE_DIST_STORE=str(folder / "store"))
+    assert found.code == 0, found.log[-8000:]
+    return found
+
+
+def tokens(run: Run, index: int) -> Any:
+    return run.engines[index]["tokens"]
+
+
+def test_eager_calls_give_the_stock_tokens(run: Run) -> None:
+    assert tokens(run, 2) == tokens(run, 0)
+    assert tokens(run, 1) != tokens(run, 0)
+    assert len({str(row) for row in tokens(run, 0)}) > 1
+
+
+@pytest.mark.parametrize("mode", GRAPHS)
+def test_graphs_give_the_stock_tokens(mode: str, run: Run) -> None:
+    engines: list[dict[str, Any]] = run.engines
+    index = 3 + GRAPHS.index(mode)
+    assert tokens(run, index) == tokens(run, 0)
+    # Our experts ran between the last engine's answer and this one's: they were captured. A replay calls nothing anew.
+    assert sum(engines[index]["before"].values()) > sum(engines[index - 1]["after"].values())
+
+
+def test_graphs_have_cells_of_their_own(run: Run) -> None:
+    lines = re.findall(r"2 x \(8 experts top-2, .*", run.log)
+    assert sum("cuda_graph 1" in line for line in lines) == len(GRAPHS) + 2
+    (decode_only,) = [line for line in lines if "cuda_graph 1" in line and re.search(r"eager 1\b", line)]
+    assert decode_only  # whole decode steps alone are graphs there: a prefill of any length is eager, and has its cell
+
+
+def test_captured_graphs_serve_reloaded_weights(run: Run) -> None:
+    assert tokens(run, 7) == tokens(run, 0)
+    assert run.engines[7]["reloaded"] == tokens(run, 1)
+
+
+def test_captured_graphs_serve_after_sleep(run: Run) -> None:
+    assert tokens(run, 8) == run.engines[8]["woken"] == tokens(run, 0)
