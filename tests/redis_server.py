@@ -100,12 +100,15 @@ class RedisServer:
 
 
 class TlsEnd:
-    """Ends TLS in front of a server, with a certificate of its own making; a context manager. ca: the file to trust."""
+    """Ends TLS in front of a server, with a certificate of its own making; a context manager. ca: the file to trust.
 
-    def __init__(self, server: RedisServer) -> None:
+    mutual: clients must show the same certificate, whose key is `key`.
+    """
+
+    def __init__(self, server: RedisServer, *, mutual: bool = False) -> None:
         self.server = server
         self.ca = server.folder / "cert.pem"
-        key = server.folder / "key.pem"
+        self.key = key = server.folder / "key.pem"
         if shutil.which("openssl") is None:
             pytest.skip("no openssl command to make a certificate with")
         make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
@@ -113,6 +116,9 @@ class TlsEnd:
         subprocess.run(make, check=True, capture_output=True)
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.load_cert_chain(self.ca, key)
+        if mutual:
+            self.context.verify_mode = ssl.CERT_REQUIRED
+            self.context.load_verify_locations(self.ca)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
 

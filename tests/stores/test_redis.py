@@ -306,6 +306,34 @@ def test_tls_is_verified(server, no_secret):
         assert plain.degraded is not None
 
 
+def test_a_password_over_tls_with_a_certificate_of_our_own(no_secret):
+    with RedisServer(password=SECRET) as server, TlsEnd(server, mutual=True) as tls:
+        ours = f"ca={tls.ca}&cert={tls.ca}&key={tls.key}&timeout=20"
+        store = open_store(f"rediss://:{ENCODED}@localhost:{tls.port}?{ours}")
+        assert store.put("x/y", b"1")
+        assert store.get("x/y") == b"1"
+        without = open_store(f"rediss://:{ENCODED}@localhost:{tls.port}?ca={tls.ca}&timeout=1")
+        wrong = open_store(f"rediss://:another@localhost:{tls.port}?{ours}")
+        assert without.get("x/y") is wrong.get("x/y") is None
+        assert without.degraded
+        assert "AuthenticationError" in wrong.degraded
+        assert SECRET not in repr([store, without, wrong]) + store.url + without.degraded + wrong.degraded
+
+
+def test_sentinels_and_their_master_each_have_a_password(tmp_path, no_secret):
+    with RedisServer(password=SECRET) as server:
+        config = tmp_path / "sentinel.conf"
+        config.write_text(f'sentinel monitor main 127.0.0.1 {server.port} 1\nsentinel auth-pass main "{SECRET}"\n')
+        with RedisServer(str(config), "--sentinel", mode="sentinel", password="watch" + SECRET) as watcher:
+            where = f"127.0.0.1:{watcher.port}/main?timeout=20"
+            store = open_store(f"redis+sentinel://:{ENCODED}@{where}&sentinel_password=watch{ENCODED}")
+            assert store.put("x/y", b"1")
+            refused = open_store(f"redis+sentinel://:{ENCODED}@{where}&sentinel_password={ENCODED}")
+            assert not refused.put("x/y", b"2")
+            assert SECRET not in repr([store, refused]) + store.url + refused.degraded
+            assert open_store(url_of(server, login=f":{ENCODED}@")).get("x/y") == b"1"
+
+
 def test_sentinel_finds_the_master(tmp_path):
     with RedisServer() as server:
         config = tmp_path / "sentinel.conf"
