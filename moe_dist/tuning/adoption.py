@@ -14,7 +14,7 @@ from moe_dist.distributed.group import RankGroup
 from moe_dist.distributed.symmetric import Arena, Refused, reserve
 from moe_dist.errors import PassAborted
 from moe_dist.stores.base import Store
-from moe_dist.stores.codec import Malformed, decode_epoch
+from moe_dist.stores.codec import Malformed, check_epoch, decode_epoch
 from moe_dist.tuning.identity import Environment
 from moe_dist.tuning.misses import differences, environment_of
 from moe_dist.tuning.pins import Pins
@@ -60,11 +60,9 @@ def adopt_newest(
     None, said in the log: there is no such epoch, or a rank can't serve it, or has pins on another. PassAborted: a rank can't have the symmetric memory.
     """
     with group.open_pass("reload"):
-        # Every rank takes its newest apart while the leader does: in a shared store it is the same one.
-        found = newest_committed(store, serving.deployment)
-        value = group.exchange("reload", found.value if found and group.is_leader else b"")[0]
-        if found is None or found.value != value:
-            found = read_committed(value, serving.deployment) if value else None
+        newest = _newest_whole(store, serving.deployment) if group.is_leader else None
+        value = group.exchange("reload", newest or b"")[0]
+        found = read_committed(value, serving.deployment) if value else None  # on all ranks at once
         missing = "it can't be read here" if value else "there is no committed epoch"
         held = pins.why_not_replace() if found and found.epoch.digest != serving.digest else None
         reason = (held or _why_not(found, environment, records)) if found else missing
@@ -79,6 +77,18 @@ def adopt_newest(
     if found is not None and refused:
         log.warning("the committed epoch is not adopted: %s", refused[0])
     return (found if not refused else None), arena
+
+
+def _newest_whole(store: Store, deployment: str) -> bytes | None:
+    def whole(value: bytes) -> bytes | None:
+        try:
+            check_epoch(value, deployment)
+        except Malformed as error:
+            log.warning("a stored epoch is passed over: %s", error)
+            return None
+        return value
+
+    return epoch.newest(store, deployment, whole)
 
 
 def _why_not(found: Committed, environment: Environment, records: Mapping[Problem, Operation]) -> str | None:
