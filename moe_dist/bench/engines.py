@@ -308,7 +308,7 @@ def _places(plan: Plan, dtype: str) -> list[Place]:
 def _missing(plan: Plan, place: Place, ledger: Ledger) -> bool:
     cells = [ledger.find("cells", **place, batch=batch) for batch in plan.batches]
     profiles = [ledger.find("profiles", **place, batch=batch, backend=backend) for batch in plan.batches for backend in BACKENDS]
-    return None in cells or None in profiles
+    return None in cells or None in profiles or (plan.model is None and ledger.find("errors", **place) is None)
 
 
 def _place(
@@ -331,13 +331,13 @@ def _place(
             row = {**place, "batch": batch, **_cell(plan, engines, batch), **_of_start(ledger, place, starts)}
             ledger.add("cells", row)
             note(json.dumps(row))
-    _errors(plan, engines, place, cards, ledger, note)
     for batch, backend in itertools.product(plan.batches, BACKENDS):  # last: a profiler leaves traces in what is timed after it
         if ledger.find("profiles", **place, batch=batch, backend=backend) is None:
             profile = engines[backend].ask("profile", 240, batch=batch, prompt=PROMPT, new=NEW_TOKENS.get(batch, 64) // 2)
             row = {**place, "batch": batch, "backend": backend, **profile}
             ledger.add("profiles", row)
             note(f"profile {json.dumps(row)}")
+    _errors(plan, engines, place, cards, ledger, note)
 
 
 def _of_start(ledger: Ledger, place: Place, starts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

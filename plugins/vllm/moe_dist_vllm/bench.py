@@ -78,14 +78,12 @@ class Questions:
 
         As a graph where the engine captures calls of that size.
         """
-        from moe_dist_vllm.warmup import token_counts
-
-        largest = max(token_counts(self.vllm_config).captured, default=0)
+        largest = _largest_captured(self)
         return [_time_layers(self, count, count <= largest, names) for count in counts]
 
     def moe_dist_moe_error(self: Any, count: int) -> dict[str, float]:
         """How far the first MoE layer's experts are from fp32 on the weights' meaning, over 16 of `count` tokens, relative to the truth."""
-        return {"tokens": count, "error": _layer_error(self, count)}
+        return {"tokens": count, "error": _layer_error(self, count, count <= _largest_captured(self))}
 
     def moe_dist_record(self: Any, on: bool) -> dict[str, float]:
         """Begin to record what the device runs; or end it: microseconds by kernel name."""
@@ -96,6 +94,12 @@ class Questions:
         _wait(self.device)
         self._moe_dist_recorder.__exit__(None, None, None)
         return _sums(self._moe_dist_recorder, self.device)
+
+
+def _largest_captured(worker: Any) -> int:
+    from moe_dist_vllm.warmup import token_counts
+
+    return max(token_counts(worker.vllm_config).captured, default=0)
 
 
 def _moe_modules(worker: Any) -> list[Any]:
@@ -121,6 +125,24 @@ def _run_layer(layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Te
     return out
 
 
+def _as_served(run: Callable[[], None], graph: bool) -> Callable[[], None]:
+    """`run`, warmed up; graph: captured, to be replayed."""
+    run()
+    if not graph:
+        return run
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+        run()
+    replay: Callable[[], None] = captured.replay
+    return replay
+
+
 @torch.inference_mode()
 def _time_layers(worker: Any, tokens: int, graph: bool, names: bool) -> dict[str, Any]:
     modules = _moe_modules(worker)
@@ -131,19 +153,7 @@ def _time_layers(worker: Any, tokens: int, graph: bool, names: bool) -> dict[str
         for module in modules:
             _run_layer(module, *inputs)
 
-    call: Callable[[], None] = run
-    run()
-    if graph:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
-            run()
-        call = captured.replay
+    call = _as_served(run, graph)
     call()
     _wait(device)
     times = []
@@ -167,11 +177,15 @@ def _time_layers(worker: Any, tokens: int, graph: bool, names: bool) -> dict[str
 
 
 @torch.inference_mode()
-def _layer_error(worker: Any, tokens: int) -> float:
+def _layer_error(worker: Any, tokens: int, graph: bool) -> float:
     layer = _moe_modules(worker)[0]
     w13, w2, device = layer.w13_weight, layer.w2_weight, layer.w13_weight.device
     x, ids, weights = _layer_inputs(layer, tokens)
-    got = _run_layer(layer, x, ids, weights)
+    results: list[torch.Tensor] = []
+    call = _as_served(lambda: results.append(_run_layer(layer, x, ids, weights)), graph)
+    call()
+    _wait(device)
+    got = results[-1]
     total = off = 0.0
     for row in torch.linspace(0, tokens - 1, min(tokens, 16)).round().long().tolist():
         truth = torch.zeros(x.shape[1], device=device)
