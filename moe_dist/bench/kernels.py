@@ -326,7 +326,7 @@ class _ShapeBench:
                 rows.append(row | {"reason": reasons[peer.name]})
                 continue
             row |= {"peer_us": timed[peer.name]["us"], "ours_us": timed[""]["us"], "floor_us": floor}
-            row |= {"ratio": round(row["peer_us"] / row["ours_us"], 4)}
+            row |= {"ratio": float(f"{row['peer_us'] / row['ours_us']:.5g}")}
             row |= {"peer_spread_us": timed[peer.name]["spread"], "ours_spread_us": timed[""]["spread"], "copies": copies}
             if mode == "eager":
                 row |= {"peer_host_us": timed[peer.name]["host"], "ours_host_us": timed[""]["host"], "calls": self._plan.eager_calls}
