@@ -72,7 +72,7 @@ class ReadOnlyStore:
     """Reads a store and never writes it; what is put or deleted is so for this process alone, and `put` is False."""
 
     def __init__(self, store: Store) -> None:
-        self.store = store
+        self.store = _keeping_nothing(store)
         self._kept = Kept()
 
     @property
@@ -105,3 +105,10 @@ class ReadOnlyStore:
 
     def __repr__(self) -> str:
         return f"ReadOnlyStore({self.store!r})"
+
+
+def _keeping_nothing(store: Store) -> Store:
+    """A layered store keeps locally what it reads from the shared one; this one doesn't."""
+    if isinstance(store, LayeredStore):
+        return LayeredStore(ReadOnlyStore(store.local), _keeping_nothing(store.shared))
+    return store

@@ -111,3 +111,22 @@ def test_a_read_only_store_sends_no_write(server):
         assert store.url == f"read-only:redis://127.0.0.1:{server.port}/0"
         assert {"cmdstat_set", "cmdstat_del"}.isdisjoint(client.info("commandstats"))
     assert open_store(url).get("x/y") == b"1"
+
+
+@pytest.mark.parametrize("layers", ["layered:{disk}/local,{url}", "layered:{disk}/nearer,layered:{disk}/local,{url}"])
+def test_a_read_only_layered_store_writes_no_layer(layers, server, tmp_path):
+    """What it reads from the shared layer would be kept locally; a store that is never written keeps it in memory."""
+    url = f"redis://127.0.0.1:{server.port}?timeout=20"
+    open_store(url).put("x/shared", b"1")
+    open_store(str(tmp_path / "local")).put("x/local", b"2")
+    files = sorted(tmp_path.rglob("*"))
+    with server.client() as client:
+        client.config_resetstat()
+        store = open_store("read-only:" + layers.format(disk=tmp_path, url=url))
+        assert store.get_many(["x/shared", "x/local"]) == {"x/shared": b"1", "x/local": b"2"}
+        assert not store.put("x/new", b"3")
+        store.delete("x/local")
+        assert store.list("x") == ["x/new", "x/shared"]
+        assert {"cmdstat_set", "cmdstat_del"}.isdisjoint(client.info("commandstats"))
+    assert sorted(tmp_path.rglob("*")) == files
+    assert open_store(store.url).get("x/local") == b"2"  # what it calls itself opens it again
