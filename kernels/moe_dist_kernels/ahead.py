@@ -93,10 +93,7 @@ def compile_ahead(
     first: where in the list to begin, 0 to 1: ranks that share a cache and begin apart share the work. deadline: `time.monotonic`
     at which to stop; what is left is compiled when it is first launched. progress: called as kernels are done.
     """
-    wanted: dict[str, tuple[Variant, str]] = {}
-    for variant in dict.fromkeys(variants):
-        for name, launch in variant.launches().items():
-            wanted.setdefault(_identity(launch, target), (variant, name))
+    wanted = distinct(variants, target)
     folder = Path(triton.knobs.cache.dir) / "moe_dist_ahead"
     missing = [(mark, *wanted[mark]) for mark in wanted if not (folder / mark).exists()]
     if len(missing) < FEWEST:
@@ -134,22 +131,22 @@ class Usage:
     matrix_unit: str
 
 
-def usages(
-    variants: Iterable[Variant], target: GPUTarget, *, processes: int, progress: Callable[[], None] = lambda: None
-) -> list[tuple[Variant, str, Usage | str]]:
-    """Every kernel that `variants` launch, each once, compiled for `target`, present or not: (the first variant that launches it, its name
-    there, its usage or why it does not compile)."""
-    wanted: dict[str, tuple[Variant, str]] = {}
+def distinct(variants: Iterable[Variant], target: GPUTarget) -> dict[str, tuple[Variant, str]]:
+    """Every kernel that `variants` launch, once: {its identity: (the first variant that launches it, its name there)}."""
+    found: dict[str, tuple[Variant, str]] = {}
     for variant in dict.fromkeys(variants):
         for name, launch in variant.launches().items():
-            wanted.setdefault(_identity(launch, target), (variant, name))
-    work = list(wanted.values())
+            found.setdefault(_identity(launch, target), (variant, name))
+    return found
+
+
+def usages(work: Sequence[tuple[Variant, str]], target: GPUTarget, *, processes: int) -> list[Usage | str]:
+    """What kernels take when they are compiled for `target`, present or not: its usage, or why it does not compile, in the order of `work`."""
     found: dict[int, Usage | str] = {}
     for place, said in _results("usage", work, target, min(processes, len(work)), None):
-        progress()
         if place is not None:
             found[place] = Usage(**json.loads(said)) if said.startswith("{") else said
-    return [(*work[place], found.get(place, "the process that compiles ended before it")) for place in range(len(work))]
+    return [found.get(place, "the process that compiles ended before it") for place in range(len(work))]
 
 
 _KIND_ORDER = {"up": 0, "down": 1}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,6 +22,7 @@ from moe_dist.tuning.problem import Bucket, CompileAhead, Scalar, Tactic, Worksp
 
 if TYPE_CHECKING:
     from moe_dist_kernels import ExpertsShape, Plan, RouterShape
+    from moe_dist_kernels.ahead import Variant
 
 _DECODE_FIELDS = {"path", *(f"{side}_{name}" for side in ("up", "down") for name in ("n", "k", "warps"))}
 _SORTED_FIELDS = {
@@ -317,40 +318,40 @@ def _plan(tactic: Tactic) -> Plan:
     )
 
 
-def compiled_variants(
-    problem: MoEProblem, buckets: Sequence[Bucket], arch: int, progress: Callable[[], None] = lambda: None
-) -> list[dict[str, Any]]:
+def compiled_variants(problem: MoEProblem, buckets: Sequence[Bucket], arch: int) -> list[dict[str, Any]]:
     """Every kernel of every tactic worth timing for `buckets`, compiled for compute capability `arch` (90 for 9.0), which need not be here.
 
-    Rows of kernel, how it is cut, and registers, local_bytes, shared_bytes, matrix_unit, or `reason` if it does not compile; `tactic`
-    and `launch` say where it is used first.
+    Rows of `kernel_variants`, with registers, local_bytes, shared_bytes, matrix_unit, or `reason` if it does not compile.
     """
+    from moe_dist_kernels import ahead
+
+    rows, work = kernel_variants(problem, buckets, arch)
+    found = ahead.usages(work, ahead.target_for(arch), processes=len(os.sched_getaffinity(0)))
+    return [
+        row | ({"reason": usage} if isinstance(usage, str) else dataclasses.asdict(usage)) for row, usage in zip(rows, found, strict=True)
+    ]
+
+
+def kernel_variants(problem: MoEProblem, buckets: Sequence[Bucket], arch: int) -> tuple[list[dict[str, Any]], list[tuple[Variant, str]]]:
+    """Every kernel of every tactic worth timing, once: rows that say how it is cut, and in the same order what launches it."""
     from moe_dist_kernels import Limits, ahead
 
-    cpu, limits = torch.device("cpu"), Limits(has_wgmma=arch == 90)
-    backend = TritonBackend()
+    cpu, limits, backend = torch.device("cpu"), Limits(has_wgmma=arch == 90), TritonBackend()
     tactics = dict.fromkeys(
         tactic
         for bucket in buckets
         for tactic in (backend.default(problem, bucket, cpu), *backend.tactics(problem, bucket, cpu, TritonConfig()))
     )
     shape = _shape(problem, num_local=problem.config.routing.total_experts, mapped=False)
-    plans = {tactic: plan for tactic in tactics if (plan := _plan(tactic)).why_not(shape, limits) is None}
-    by_variant = {ahead.Variant(shape=shape, plan=plan, pdl=True): tactic for tactic, plan in plans.items()}
-    rows = []
-    for variant, name, found in ahead.usages(by_variant, ahead.target_for(arch), processes=len(os.sched_getaffinity(0)), progress=progress):
+    variants = [
+        ahead.Variant(shape=shape, plan=plan, pdl=True) for tactic in tactics if (plan := _plan(tactic)).why_not(shape, limits) is None
+    ]
+    rows, work = [], list(ahead.distinct(variants, ahead.target_for(arch)).values())
+    for variant, name in work:
         launch = variant.launches()[name]
         cut = {key: value for key, value in launch.constants.items() if key in _CUT}
-        row: dict[str, Any] = {
-            "arch": arch,
-            "kernel": launch.kernel.__name__,
-            **cut,
-            "warps": launch.num_warps,
-            "stages": launch.num_stages,
-        }
-        row |= {"reason": found} if isinstance(found, str) else dataclasses.asdict(found)
-        rows.append(row | {"launch": name, "tactic": by_variant[variant].to_plain()})
-    return rows
+        rows.append({"arch": arch, "kernel": launch.kernel.__name__, **cut, "warps": launch.num_warps, "stages": launch.num_stages})
+    return rows, work
 
 
 _CUT = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "SWAP_AB", "PERSISTENT", "CHUNK", "STAGES")

@@ -158,7 +158,7 @@ def _compile(arguments: argparse.Namespace, plan: kernels.Plan) -> int:
     report.show("kernels that keep something in local memory", [_short(row) for row in rows if row.get("local_bytes")])
     failed = [row for row in rows if "reason" in row]
     for row in failed:
-        _note(f"moe-dist bench: {row['dtype']} sm_{row['arch']} {row['launch']} of {row['tactic']}: {row['reason']}")
+        _note(f"moe-dist bench: {row}")
     print(f"{len(rows)} kernels, {sum(bool(row.get('local_bytes')) for row in rows)} with local memory, {len(failed)} that do not compile")
     return 1 if failed else 0
 
