@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from moe_dist.backends.base import Backend, MoEProblem
+from moe_dist.backends.base import TORCH_DTYPES, Backend, MoEProblem
 from moe_dist.backends.reference import ReferenceBackend
 from moe_dist.backends.registry import find_backends
 from moe_dist.config import BackendOptions, MoEConfig
@@ -35,6 +35,7 @@ from moe_dist.tuning.tuner import Tuner
 
 log = logging.getLogger("moe_dist.serving")
 
+DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}  # of activations, by their names in a config
 PROGRESS_LINE_EVERY_S = 10.0
 
 
@@ -135,6 +136,10 @@ class ServedModel:
                     most = max(most, *(operation.workspace(tactic, bucket.high).nbytes for tactic in tactics))
         return most
 
+    def default_backends(self) -> set[str]:
+        """The backends whose tactics run untuned."""
+        return {served.layer.lookup(1).backend for served in self._layers}
+
     def tune(
         self, counts: TokenCounts, group: dist.ProcessGroup | None, startup_timeout: timedelta, workspace_limit: int | None = None
     ) -> int:
@@ -199,6 +204,11 @@ class ServedModel:
     def _operation(served: _ServedLayer) -> MoEOperation:
         config, weights = served.layer.config, served.weights
         return MoEOperation(MoEProblem.of(config, routed=True), weights, weights.w13.device, config.options, served.extra_backends)
+
+
+def mode_of(call: torch.Tensor) -> str:
+    """How a call on this tensor's device is executed now: "cuda_graph" while a graph is captured, else "eager"."""
+    return "cuda_graph" if call.is_cuda and torch.cuda.is_current_stream_capturing() else "eager"
 
 
 def untuned_layer(config: MoEConfig, device: torch.device, extra_backends: Sequence[Backend] = ()) -> MoELayer:

@@ -193,3 +193,12 @@ def test_without_a_framework_s_experts_our_own_default_says_what_is_kept_free() 
 def test_too_little_for_the_default_ends_start_up() -> None:
     with pytest.raises(md.NothingRunnable, match="needs 704 bytes of workspace; the limit is 10"):
         model("memory:").tune(COUNTS, None, ENGINE_TIMEOUT, workspace_limit=10)
+
+
+def test_what_runs_untuned_is_named(tmp_path: Path) -> None:
+    served = ServedModel(ServingSettings(store=str(tmp_path)), deployment="test")
+    assert served.default_backends() == set()
+    for name, backend in (("a", md.TorchLoopConfig()), ("b", md.TorchGroupedConfig()), ("c", md.TorchLoopConfig())):
+        asked = dataclasses.replace(config(), backends=md.BackendOptions((backend,)))
+        served.add(name, asked, weights_of(asked))
+    assert served.default_backends() == {"torch_loop", "torch_grouped"}

@@ -16,10 +16,10 @@ from sglang.srt.runtime_context import get_exec, get_lora
 from sglang.srt.utils import is_cuda, use_intel_amx_backend
 
 import moe_dist as md
+from moe_dist.serving import DTYPES
 from moe_dist_sglang.compat import NAME
 
 METHODS = (UnquantizedFusedMoEMethod, Fp8MoEMethod)
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def unserved(reason: str, reasons: Mapping[str, str | None] | None = None) -> md.UnsupportedBackend:
@@ -48,11 +48,9 @@ def why_not(layer: Any, method: Any) -> str | None:
 
 def _why_not_fp8(method: Any) -> str | None:
     if method.use_mxfp8 or method.is_fp4_expert:
-        return f"its weights are {'mxfp8' if method.use_mxfp8 else 'fp4'}; moe_dist serves fp8 with fp32 block scales here"
-    if not method.block_quant:
-        return "its fp8 weights have one scale a tensor; moe_dist serves fp8 with block scales here"
-    if not method.quant_config.is_checkpoint_fp8_serialized:
-        return "its fp8 weights are quantised while loading; moe_dist serves fp8 checkpoints with block scales here"
+        return f"its weights are {'mxfp8' if method.use_mxfp8 else 'fp4'}; moe_dist serves fp8 with fp32 scales here"
+    if method.quant_config.activation_scheme == "static":
+        return "the checkpoint brings static activation scales; moe_dist quantises activations as they come"
     return None
 
 
@@ -74,8 +72,6 @@ def layer_config(layer: Any, method: Any) -> md.MoEConfig:
         raise unserved(f"the router's weight on the input has no one meaning for top-k {runner.top_k}; moe_dist does it for top-k 1")
     if runner.apply_router_weight_on_input and routed_scale(layer) != 1.0:
         raise unserved(f"a routed scaling factor of {routed_scale(layer):g} can't go with the router's weight on the input")
-    dtype = DTYPES[runner.params_dtype]
-    fp8 = isinstance(method, Fp8MoEMethod)
     return md.MoEConfig(
         routing=md.RoutingConfig(
             runner.num_experts - shared,
@@ -88,15 +84,22 @@ def layer_config(layer: Any, method: Any) -> md.MoEConfig:
             intermediate_size=runner.intermediate_size_per_partition * layer.moe_tp_size,
             bias=bool(layer.with_bias),
         ),
-        quant=md.QuantConfig(dtype=dtype, weight="fp8", granularity="block", block_shape=tuple(method.weight_block_size))
-        if fp8
-        else md.QuantConfig(dtype=dtype),
+        quant=_quant(method, DTYPES[runner.params_dtype]),
         activation=_activation(runner),
         parallel=md.ParallelConfig(tp_size=layer.moe_tp_size, ep_size=layer.moe_ep_size),
         execution=md.ExecutionConfig(
             do_finalize=not runner.no_combine, batch_invariant=bool(get_exec().deterministic.enable_deterministic_inference)
         ),
     )
+
+
+def _quant(method: Any, dtype: str) -> md.QuantConfig:
+    """A block has a scale, or else an expert's matrix has one: also where SGLang quantises while it loads."""
+    if not isinstance(method, Fp8MoEMethod):
+        return md.QuantConfig(dtype=dtype)
+    if method.block_quant:
+        return md.QuantConfig(dtype=dtype, weight="fp8", granularity="block", block_shape=tuple(method.weight_block_size))
+    return md.QuantConfig(dtype=dtype, weight="fp8", granularity="tensor")
 
 
 def _activation(runner: Any) -> md.ActivationConfig:

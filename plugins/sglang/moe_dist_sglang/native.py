@@ -58,6 +58,12 @@ class SGLangBackend(md.Backend):
     def default(self, problem: md.MoEProblem, bucket: md.Bucket | None, device: torch.device) -> md.Tactic:
         return md.Tactic.of(self.name, runner="triton" if device.type == "cuda" else "torch")
 
+    def workspace(self, problem: md.MoEProblem, tactic: md.Tactic, num_tokens: int) -> md.Workspace:
+        """The rows between its kernels, for each slot: gate and up, their product, the expert's result."""
+        config = problem.config
+        row = (2 if config.activation.gated else 1) * problem.local_intermediate + problem.local_intermediate + config.experts.hidden_size
+        return md.Workspace(num_tokens * config.routing.slots * row * problem.dtype.itemsize)
+
     def bind(self, layer: md.BoundLayer, tactic: md.Tactic) -> Callable[[md.MoEActivationPack, torch.Tensor], md.Tactic]:
         expert_map, experts = layer.expert_map, layer.num_local_experts
         experts_of = self._triton if tactic["runner"] == "triton" else self._torch

@@ -17,6 +17,7 @@ from sglang.srt.layers.moe.utils import RegisteredMoeRunnerBackend
 from sglang.srt.runtime_context import get_parallel
 
 import moe_dist as md
+from moe_dist.serving import mode_of
 from moe_dist_sglang.compat import NAME
 
 
@@ -71,9 +72,8 @@ class MoEDistRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
             # The all-reduce that follows is fast where its input lies in symmetric memory: allocate nothing else here.
             with use_symmetric_memory(get_parallel().tp_group, disabled=not is_allocation_symmetric()):
                 out = torch.empty_like(x_TH)
-        capturing = x_TH.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         acts = md.MoEActivationPack(hidden_states=x_TH, topk_ids=ids_TK, topk_weights=weights_TK)
-        layer((acts, weights), mode="cuda_graph" if capturing else "eager", out=out)
+        layer((acts, weights), mode=mode_of(x_TH), out=out)
         return StandardCombineInput(hidden_states=out)
 
 

@@ -6,7 +6,6 @@ draft model has its own. Says what of SGLang goes where; `moe_dist.serving` does
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterable
 from datetime import timedelta
@@ -27,7 +26,8 @@ from moe_dist_sglang.runner import MoEDistRunnerCore
 
 log = logging.getLogger("moe_dist.sglang")
 
-SERVED = "moe_dist_served"  # the model runner's attribute that holds a `ServedModel` until it is tuned
+# Attributes of the model runner, until it is tuned: its `ServedModel`, and memory that is kept free for it.
+SERVED, KEPT = "moe_dist_served", "moe_dist_kept"
 # The other stages of a pipeline may wait in a collective for as long as torch's default for NCCL.
 STARTUP_TIMEOUT = timedelta(minutes=10)
 
@@ -47,21 +47,28 @@ def attach(model_runner: Any) -> None:
             log.warning("not served by moe_dist: %s", reason)
             continue
         try:
-            config, weights, native = layer_config(layer, method), layer_weights(layer, method), SGLangBackend(layer, method)
-            served = model.add(name, _native_first(config, native, weights.w13.device), weights, [native])
+            weights = layer_weights(layer, method)
+            served = model.add(name, layer_config(layer, method), weights, [SGLangBackend(layer, method)])
         except md.UnsupportedBackend as error:
             raise unserved(f"{name}: {error.reason}", error.reasons) from error
         core.bind(served, weights, routed_scale(layer))
     setattr(model_runner, SERVED, model)
+    setattr(model_runner, KEPT, keep(model_runner, model))
 
 
-def _native_first(config: md.MoEConfig, native: SGLangBackend, device: torch.device) -> md.MoEConfig:
-    """`config` with every backend that can run it, SGLang's own first: the first is the default."""
-    found = md.find_backends(config, device, extra_backends=[native])
-    ordered = [option for option in found if option.name == native.name] + [
-        option for option in found if option.name not in (native.name, md.ReferenceConfig.name)
-    ]
-    return dataclasses.replace(config, backends=md.BackendOptions(tuple(ordered)) if ordered else None)
+def keep(model_runner: Any, model: ServedModel) -> torch.Tensor | None:
+    """The scratch of one call, allocated while SGLang sizes its KV cache from what is free then, and given back before tuning.
+
+    SGLang leaves its own experts' scratch free by itself, and where they are the default no winner needs more: None. As many bytes
+    on every rank: they follow from the configs. None as well off CUDA, where nothing is sized.
+    """
+    if model_runner.device != "cuda" or model.default_backends() <= {SGLangBackend.name}:
+        return None
+    schedule = get_schedule()
+    decode = (schedule.max_running_requests or 0) * model_runner.decode_num_tokens_per_req()
+    nbytes = model.workspace_bytes(TokenCounts(_largest(decode) * get_parallel().attn_dp_size))
+    log.info("%.1f MiB are kept free for one call while the KV cache is sized", nbytes / 2**20)
+    return torch.empty(nbytes, dtype=torch.uint8, device=next(model_runner.model.parameters()).device)
 
 
 def tune(model_runner: Any) -> None:
@@ -70,28 +77,26 @@ def tune(model_runner: Any) -> None:
     if model is None:
         return
     setattr(model_runner, SERVED, None)  # SGLang warms up once more for each kind of graph
+    setattr(model_runner, KEPT, None)
     parallel = get_parallel()
     group = parallel.tp_group.cpu_group if parallel.tp_size > 1 else None
     timeout = timedelta(seconds=parallel.dist_timeout) if parallel.dist_timeout else STARTUP_TIMEOUT
     if model_runner.device != "cuda":
         model.tune(token_counts(model_runner), group, timeout)
         return
+    counts = token_counts(model_runner)
     stream = model_runner.forward_stream
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        model.tune(token_counts(model_runner), group, timeout)
+        model.tune(counts, group, timeout, workspace_limit=model.workspace_bytes(counts))
     torch.cuda.current_stream().wait_stream(stream)
 
 
 def token_counts(model_runner: Any) -> TokenCounts:
     """What a MoE layer will see: under attention data parallelism the rows of all its ranks, padded alike."""
-    schedule, graphs = get_schedule(), get_exec().graph.cuda_graph_config
-    gathered = get_parallel().attn_dp_size
+    graphs, gathered = get_exec().graph.cuda_graph_config, get_parallel().attn_dp_size
     rows = model_runner.decode_num_tokens_per_req()
-    chunk = schedule.chunked_prefill_size
-    largest = chunk if chunk and chunk > 0 else schedule.max_prefill_tokens
-    decode = model_runner.max_running_requests * rows
-    largest = max(largest + (decode if schedule.enable_mixed_chunk else 0), decode)
+    largest = _largest(model_runner.max_running_requests * rows)
     captured: set[int] = set()
     prefill_graphs = False
     if model_runner.device == "cuda" and graphs is not None:
@@ -103,6 +108,14 @@ def token_counts(model_runner: Any) -> TokenCounts:
     return TokenCounts(largest * gathered, _times(captured, gathered, largest), eager_from=1 if captured and not prefill_graphs else None)
 
 
+def _largest(decode: int) -> int:
+    """The most rows of one step on one rank. decode: those of a step that decodes all requests."""
+    schedule = get_schedule()
+    chunk = schedule.chunked_prefill_size
+    prefill = chunk if chunk and chunk > 0 else schedule.max_prefill_tokens
+    return int(max(prefill + (decode if schedule.enable_mixed_chunk else 0), decode))
+
+
 def _times(counts: Iterable[int], gathered: int, largest: int) -> tuple[int, ...]:
     return tuple(sorted({count * gathered for count in counts if count <= largest}))
 
@@ -111,5 +124,7 @@ def deployment(model_runner: Any) -> str:
     """Replicas of one model in one layout share epochs; a draft model, and each stage of a pipeline, has its own."""
     parallel, args = get_parallel(), model_runner.server_args
     layout = f"tp{parallel.tp_size}-ep{parallel.moe_ep_size}-dp{parallel.attn_dp_size}-pp{parallel.pp_size}"
-    draft = ":draft" if model_runner.is_draft_worker else ""
+    if (parallel.attn_cp_size, parallel.moe_dp_size) != (1, 1):
+        layout += f"-cp{parallel.attn_cp_size}-moedp{parallel.moe_dp_size}"
+    draft = f":draft{model_runner.draft_model_idx or 0}" if model_runner.is_draft_worker else ""
     return f"sglang:{args.served_model_name or args.model_path}:{layout}:stage{parallel.pp_rank}{draft}"

@@ -17,10 +17,9 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 import moe_dist as md
-from moe_dist.serving import ServedModel, untuned_layer
+from moe_dist.serving import DTYPES, ServedModel, mode_of, untuned_layer
 from moe_dist_vllm.native import VllmBackend
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FP8 = torch.float8_e4m3fn
 # Ways to bring a token to its expert's rank that hand us whole rows with global ids and want whole rows back.
 ALL2ALL = ("allgather_reducescatter", "naive")
@@ -173,8 +172,7 @@ class MoEDistExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         acts = md.MoEActivationPack(
             hidden_states=hidden_states.contiguous(), topk_ids=topk_ids.contiguous(), topk_weights=topk_weights.float().contiguous()
         )
-        mode = "cuda_graph" if hidden_states.is_cuda and torch.cuda.is_current_stream_capturing() else "eager"
-        self._layer((acts, weights), mode=mode, out=output)
+        self._layer((acts, weights), mode=mode_of(hidden_states), out=output)
         if _SCRATCH:
             torch.empty(_SCRATCH[-1], dtype=torch.uint8, device=output.device)
 

@@ -12,7 +12,7 @@ def main() -> None:
 
     asked = json.loads(sys.argv[1])
     engine = sglang.Engine(**asked["engine"])
-    results = engine.generate(
+    results = asked["prompts"] and engine.generate(
         input_ids=asked["prompts"],
         sampling_params={"temperature": 0, "max_new_tokens": asked["new_tokens"], "ignore_eos": True},
         return_logprob=True,

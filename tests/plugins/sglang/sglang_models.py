@@ -1,4 +1,4 @@
-"""The tiny model that engines serve, its block-fp8 copy, and the truth: Hugging Face's own implementation in fp32."""
+"""The tiny model that engines serve, its fp8 copies, and the truth: Hugging Face's own implementation in fp32."""
 
 from __future__ import annotations
 
@@ -49,8 +49,11 @@ def make_glm(folder: Path) -> Path:
     return folder
 
 
-def make_fp8_copy(model: Path, folder: Path) -> tuple[Path, Path]:
-    """(the copy whose experts are fp8 with block scales, the copy that holds the same values unquantised): the second is the first's truth."""
+def make_fp8_copy(model: Path, folder: Path, granularity: str) -> tuple[Path, Path]:
+    """(the copy whose experts are fp8, the copy that holds the same values unquantised): the second is the first's truth.
+
+    granularity: "block" scales, or one for a "tensor"; gate and up then share theirs, which SGLang would make them do.
+    """
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(model / "model.safetensors")
@@ -58,18 +61,24 @@ def make_fp8_copy(model: Path, folder: Path) -> tuple[Path, Path]:
     for name, weight in tensors.items():
         if not re.search(r"mlp\.experts\.\d+\.\w+_proj\.weight$", name):
             continue
-        blocks = weight.unfold(0, BLOCK, BLOCK).unfold(1, BLOCK, BLOCK)
-        scale = blocks.abs().amax((-1, -2)) / FP8_MAX
-        spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        if granularity == "block":
+            blocks = weight.unfold(0, BLOCK, BLOCK).unfold(1, BLOCK, BLOCK)
+            scale = blocks.abs().amax((-1, -2)) / FP8_MAX
+            spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        else:
+            partners = [name] if "down_proj" in name else [re.sub("gate|up", part, name) for part in ("gate", "up")]
+            scale = spread = torch.stack([tensors[partner].abs().amax() for partner in partners]).max() / FP8_MAX
         quantised[name] = (weight / spread).to(torch.float8_e4m3fn)
-        quantised[f"{name}_scale_inv"] = scale
+        quantised[f"{name}_scale_inv" if granularity == "block" else f"{name}_scale"] = scale
         plain[name] = quantised[name].float() * spread
     assert len(quantised) > len(tensors)
     config = json.loads((model / "config.json").read_text())
     attention = [
         f"model.layers.{i}.self_attn.{part}_proj" for i in range(config["num_hidden_layers"]) for part in ("q", "k", "v", "qkv", "o")
     ]
-    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK], "ignored_layers": attention}
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": attention}
+    if granularity == "block":
+        fp8["weight_block_size"] = [BLOCK, BLOCK]
     for copy, held, changes in (("fp8", quantised, {"quantization_config": fp8}), ("plain", plain, {})):
         (folder / copy).mkdir(parents=True)
         save_file(held, folder / copy / "model.safetensors", metadata={"format": "pt"})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_dist as md
 
@@ -120,11 +122,27 @@ def test_fused_shared_experts_are_counted_apart_and_stay_on_one_rank() -> None:
         layer_config(layer_of(ep_size=2, num_fused_shared_experts=1), method_of())
 
 
-def test_fp8_is_served_with_block_scales_alone() -> None:
+@pytest.mark.parametrize(
+    ("changes", "quant"),
+    [
+        ({}, {"granularity": "block", "block_shape": (16, 16)}),
+        ({"weight_block_size": None}, {"granularity": "tensor"}),
+        ({"weight_block_size": None, "is_checkpoint_fp8_serialized": False}, {"granularity": "tensor"}),  # quantised while loading
+    ],
+)
+def test_fp8_formats(changes: dict[str, Any], quant: dict[str, Any]) -> None:
+    from moe_dist_sglang.layers import layer_config, why_not
+
+    method = method_of("fp8", **changes)
+    assert why_not(layer_of(), method) is None
+    assert layer_config(layer_of(), method).quant == md.QuantConfig(dtype="fp32", weight="fp8", **quant)
+
+
+def test_weights_that_are_not_served() -> None:
     from moe_dist_sglang.layers import why_not
 
-    assert why_not(layer_of(), method_of("fp8")) is None
-    assert "one scale a tensor" in str(why_not(layer_of(), method_of("fp8", weight_block_size=None)))
+    static = method_of("fp8", weight_block_size=None, activation_scheme="static")
+    assert "static activation scales" in str(why_not(layer_of(), static))
     assert "mxfp8" in str(why_not(layer_of(), method_of("fp8", weight_block_size=None, use_mxfp8=True)))
     assert "of object; moe_dist serves UnquantizedFusedMoEMethod, Fp8MoEMethod" in str(why_not(layer_of(), object()))
 
@@ -168,10 +186,10 @@ def core_of(layer: Any) -> Any:
     return core
 
 
-def call(layer: Any, core: Any, x: torch.Tensor, topk_output: Any) -> torch.Tensor:
+def call(layer: Any, core: Any, x: torch.Tensor, topk_output: Any, method: Any = None) -> torch.Tensor:
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
 
-    info = method_of().get_triton_quant_info(layer)
+    info = (method or method_of()).get_triton_quant_info(layer)
     result: torch.Tensor = core.run_from_dispatch(StandardDispatchOutput(x, None, topk_output), info, layer.moe_runner_config).hidden_states
     return result
 
@@ -220,6 +238,29 @@ def test_partial_sums_of_ranks_add_up() -> None:
         parts.append(call(layer, core_of(layer), x, standard(weights, ids)))
     assert all(part.any() for part in parts)
     torch.testing.assert_close(sum(parts), (rows(whole, x, ids) * weights[..., None]).sum(1), rtol=1e-4, atol=1e-4)
+
+
+def test_fp8_weights_with_a_scale_an_expert() -> None:
+    from moe_dist_sglang.layers import layer_config, layer_weights, routed_scale
+    from moe_dist_sglang.runner import MoEDistRunnerCore
+
+    layer, method = layer_of(), method_of("fp8", weight_block_size=None)
+    plain = layer_of()
+    for name in ("w13", "w2"):
+        weight = getattr(layer, f"{name}_weight").data
+        scale = weight.abs().amax((1, 2)) / 448
+        held = (weight / scale[:, None, None]).to(torch.float8_e4m3fn)
+        getattr(plain, f"{name}_weight").data = held.float() * scale[:, None, None]
+        setattr(layer, f"{name}_weight", torch.nn.Parameter(held, requires_grad=False))
+        setattr(layer, f"{name}_weight_scale", torch.nn.Parameter(scale, requires_grad=False))
+        setattr(layer, f"{name}_input_scale", None)
+    core = MoEDistRunnerCore(layer.moe_runner_config)
+    core.bind(md.MoELayer(**layer_config(layer, method)), layer_weights(layer, method), routed_scale(layer))
+    x, weights, ids = inputs()
+    out = call(layer, core, x, standard(weights, ids), method)
+    truth = (rows(plain, x, ids) * weights[..., None]).sum(1)
+    assert float((out - truth).norm() / truth.norm()) < 0.06  # rows of activations are fp8 too
+    assert float((out - (rows(layer_of(), x, ids) * weights[..., None]).sum(1)).norm() / truth.norm()) > 1e-3  # fp8 shows
 
 
 @pytest.mark.parametrize("keep", [False, True])  # whether rows carry the router's weight
@@ -295,11 +336,12 @@ def test_calls_that_start_up_should_have_refused_are_errors() -> None:
 def test_native_experts_are_the_default_and_pass_the_tuners_check(ep_size: int, ep_rank: int) -> None:
     from moe_dist_sglang.layers import layer_config, layer_weights
     from moe_dist_sglang.native import SGLangBackend
-    from moe_dist_sglang.serve import _native_first
+
+    from moe_dist.serving import untuned_layer
 
     layer, method = layer_of(ep_size, ep_rank), method_of()
     native = SGLangBackend(layer, method)
-    config = _native_first(layer_config(layer, method), native, CPU)
+    config = untuned_layer(layer_config(layer, method), CPU, [native]).config
     operation = md.MoEOperation(
         md.MoEProblem.of(config, routed=True), layer_weights(layer, method), CPU, config.options, extra_backends=[native]
     )
@@ -314,11 +356,12 @@ def test_native_experts_are_the_default_and_pass_the_tuners_check(ep_size: int, 
 def test_native_experts_leave_empty_slots_out() -> None:
     from moe_dist_sglang.layers import layer_config, layer_weights
     from moe_dist_sglang.native import SGLangBackend
-    from moe_dist_sglang.serve import _native_first
+
+    from moe_dist.serving import untuned_layer
 
     layer, method = layer_of(), method_of()
     native = SGLangBackend(layer, method)
-    served = md.MoELayer(extra_backends=[native], **_native_first(layer_config(layer, method), native, CPU))
+    served = untuned_layer(layer_config(layer, method), CPU, [native])
     x, weights, ids = inputs()
     acts = md.MoEActivationPack(hidden_states=x, topk_ids=ids, topk_weights=weights)
     out = served((acts, layer_weights(layer, method)))
@@ -367,15 +410,201 @@ def test_triton_experts_run_in_place_on_a_copy_with_local_ids(monkeypatch: pytes
     ],
 )
 def test_native_experts_say_what_they_cannot_do(changes: dict[str, Any], reason: str) -> None:
-    from moe_dist_sglang.layers import layer_config
+    from moe_dist_sglang.layers import layer_config, layer_weights
     from moe_dist_sglang.native import SGLangBackend
-    from moe_dist_sglang.serve import _native_first
+
+    from moe_dist.serving import untuned_layer
 
     layer, method = layer_of(**changes), method_of()
     native = SGLangBackend(layer, method)
     config = layer_config(layer, method)
     assert reason in str(md.explain_backends(config, CPU, extra_backends=[native])["sglang"])
-    assert "sglang" not in [option.name for option in _native_first(config, native, CPU).options or ()]
+    served = untuned_layer(config, CPU, [native])
+    served(
+        (
+            md.MoEActivationPack(
+                hidden_states=(x := inputs()[0]),
+                topk_ids=inputs()[2][:, : served.config.routing.slots].contiguous(),
+                topk_weights=inputs()[1][:, : served.config.routing.slots].contiguous(),
+            ),
+            layer_weights(layer, method),
+        )
+    )
+    assert served.lookup(len(x)).backend != "sglang"
+
+
+# -- memory that ranks must agree about ---------------------------------------------------------------------------------------
+
+
+class SymmetricPool(TorchDispatchMode):
+    """In SGLang's pool's place: bytes of every tensor that is allocated inside, in order."""
+
+    def __init__(self, allocated: list[int]) -> None:
+        super().__init__()
+        self._allocated = allocated
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._allocated.append(result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("default", ["sglang", "torch_loop", "torch_grouped", "torch_dense"])
+def test_symmetric_pool_holds_the_output_alone_of_one_size_on_every_rank(monkeypatch: pytest.MonkeyPatch, default: str) -> None:
+    """An allocation there is a collective: its sizes must not follow from what a rank was routed, here everything to rank 0."""
+    from moe_dist_sglang import runner
+    from moe_dist_sglang.layers import layer_config, layer_weights
+    from moe_dist_sglang.native import SGLangBackend
+
+    monkeypatch.setattr(runner, "is_allocation_symmetric", lambda: True)
+    x, weights, ids = inputs()
+    ids = ids % 4
+    sizes = []
+    for rank in (0, 1):
+        allocated: list[int] = []
+
+        def pool(group: Any, disabled: bool, allocated: list[int] = allocated) -> Any:
+            assert not disabled
+            return SymmetricPool(allocated)
+
+        monkeypatch.setattr(runner, "use_symmetric_memory", pool)
+        layer, method = layer_of(2, rank), method_of()
+        native = SGLangBackend(layer, method)
+        options = {native.name: native.config_type()} | {
+            option.name: option for option in md.find_backends(layer_config(layer, method), CPU)
+        }
+        config = dataclasses.replace(layer_config(layer, method), backends=md.BackendOptions((options[default],)))
+        served = md.MoELayer(extra_backends=[native], **config)
+        core = runner.MoEDistRunnerCore(layer.moe_runner_config)
+        core.bind(served, layer_weights(layer, method), 1.0)
+        out = call(layer, core, x, standard(weights, ids))
+        assert out.any() == (rank == 0)
+        assert served.lookup(TOKENS).backend == default
+        sizes.append(allocated)
+    assert sizes[0] == sizes[1] == [TOKENS * HIDDEN * 4]
+
+
+def test_pool_is_left_alone_where_rows_differ_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention data parallelism whose ranks SGLang did not pad alike."""
+    from moe_dist_sglang import runner
+
+    asked = []
+    monkeypatch.setattr(runner, "is_allocation_symmetric", lambda: False)
+    monkeypatch.setattr(runner, "use_symmetric_memory", lambda group, disabled: asked.append(disabled) or contextlib.nullcontext())
+    layer = layer_of()
+    x, weights, ids = inputs()
+    call(layer, core_of(layer), x, standard(weights, ids))
+    assert asked == [True]
+
+
+def engine_of(layer: Any, method: Any, **fields: Any) -> Any:
+    """A stand-in for the model runner of a model of this one layer."""
+    holder = torch.nn.Module()
+    holder.experts = FakeExperts(layer, method)
+    return SimpleNamespace(
+        model=holder, device="cuda", decode_num_tokens_per_req=lambda: 1, is_draft_worker=False, draft_model_idx=None,
+        server_args=SimpleNamespace(served_model_name="m", model_path="m"), **fields,
+    )  # fmt: skip
+
+
+class FakeExperts(torch.nn.Module):
+    """A `FusedMoE` in name, by `monkeypatch`: what `serve.attach` reads of one."""
+
+    def __init__(self, layer: Any, method: Any) -> None:
+        from moe_dist_sglang.runner import MoEDistRunnerCore
+
+        super().__init__()
+        for name, value in vars(layer).items():
+            setattr(self, name, value)
+        self.quant_method = method
+        method.runner = self.runner = SimpleNamespace(runner_core=MoEDistRunnerCore(layer.moe_runner_config))
+        self.runner_backend = "moe_dist"
+
+
+@pytest.fixture
+def parallel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The widths that `serve` reads: one rank, until a test says otherwise."""
+    from moe_dist_sglang import serve
+
+    widths = SimpleNamespace(
+        tp_size=1, moe_ep_size=1, attn_dp_size=1, pp_size=1, pp_rank=0, attn_cp_size=1, moe_dp_size=1, dist_timeout=None
+    )
+    monkeypatch.setattr(serve, "FusedMoE", FakeExperts)
+    monkeypatch.setattr(serve, "get_parallel", lambda: widths)
+    monkeypatch.setattr(
+        serve,
+        "get_schedule",
+        lambda: SimpleNamespace(chunked_prefill_size=16, max_prefill_tokens=64, max_running_requests=4, enable_mixed_chunk=False),
+    )
+    monkeypatch.setenv("MOE_DIST_STORE", "memory:")
+    return widths
+
+
+@pytest.mark.parametrize("gathered", [1, 4])  # attention data parallelism: a layer sees the rows of all its ranks
+def test_scratch_is_kept_free_while_the_kv_cache_is_sized_as_much_on_every_rank(parallel: Any, gathered: int) -> None:
+    from moe_dist_sglang import serve
+
+    from moe_dist.serving import TokenCounts
+
+    parallel.attn_dp_size = gathered
+    kept = []
+    for rank in (0, 1):
+        engine = engine_of(layer_of(2, rank, no_combine=True), method_of())  # not one for SGLang's own experts
+        serve.attach(engine)
+        kept.append(getattr(engine, serve.KEPT).nbytes)
+        assert kept[-1] == getattr(engine, serve.SERVED).workspace_bytes(TokenCounts(16 * gathered))
+    assert kept[0] == kept[1] > 0
+    assert kept[0] > 16 * gathered * TOP_K * HIDDEN * 4  # at least each slot's result: it grows with the rows
+
+
+def test_nothing_is_kept_where_sglang_s_own_experts_are_the_default(parallel: Any) -> None:
+    from moe_dist_sglang import serve
+
+    engine = engine_of(layer_of(), method_of())
+    serve.attach(engine)
+    assert getattr(engine, serve.KEPT) is None
+    assert getattr(engine, serve.SERVED).default_backends() == {"sglang"}
+
+
+def test_kept_memory_is_given_back_and_the_whole_tensor_parallel_group_tunes(parallel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That group spans attention data parallelism and expert parallelism; narrower groups run a layer in step with ranks outside them."""
+    from moe_dist_sglang import serve
+
+    from moe_dist.serving import TokenCounts
+
+    engine = engine_of(layer_of(), method_of())
+    engine.device = "cpu"
+    serve.attach(engine)
+    tuned = []
+    model = SimpleNamespace(tune=lambda counts, group, timeout: tuned.append((counts, group, timeout.total_seconds())))
+    setattr(engine, serve.SERVED, model)
+    setattr(engine, serve.KEPT, torch.empty(8))
+    monkeypatch.setattr(serve, "token_counts", lambda runner: TokenCounts(16))
+    parallel.tp_size, parallel.tp_group, parallel.dist_timeout = 4, SimpleNamespace(cpu_group="all four"), 77
+    for name in ("moe_ep_group", "moe_tp_group", "attn_tp_group"):
+        setattr(parallel, name, SimpleNamespace(cpu_group=f"some of {name}"))
+    serve.tune(engine)
+    serve.tune(engine)  # SGLang warms up once more
+    assert tuned == [(TokenCounts(16), "all four", 77.0)]
+    assert getattr(engine, serve.KEPT) is None
+
+
+def test_draft_models_and_other_layouts_share_no_epoch(parallel: Any) -> None:
+    from moe_dist_sglang import serve
+
+    def named(**fields: Any) -> str:
+        engine = engine_of(layer_of(), method_of())
+        for name, value in fields.items():
+            setattr(engine, name, value)
+        return serve.deployment(engine)
+
+    target, draft, second = named(), named(is_draft_worker=True), named(is_draft_worker=True, draft_model_idx=1)
+    assert target == "sglang:m:tp1-ep1-dp1-pp1:stage0"
+    assert draft == f"{target}:draft0"
+    assert second == f"{target}:draft1"
+    parallel.attn_cp_size = 2
+    assert named() == "sglang:m:tp1-ep1-dp1-pp1-cp2-moedp1:stage0"
 
 
 # -- the choice, where SGLang's quantisation methods make their runners --------------------------------------------------------

@@ -11,16 +11,12 @@ COUNTS = {"core": 0, "native": 0}
 
 
 def register() -> None:
+    import sglang.srt.layers.quantization.fp8 as fp8
     import sglang.srt.layers.rotary_embedding.base as rotary
-    import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     rotary._is_cpu = True  # else it looks for a CUDA kernel
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda self: 1  # asked of a rank that idles beside its peers
-    made = torch.tensor
-    torch.tensor = lambda *args, pin_memory=False, **kwargs: made(*args, **kwargs)  # nothing to pin for: there is no CUDA
+    fp8.scaled_fp8_quant = _quantise  # CUDA's alone
     places = {
         "core": "moe_dist_sglang.runner.MoEDistRunnerCore.run_from_dispatch",
         "native": "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
@@ -29,6 +25,12 @@ def register() -> None:
         HookRegistry.register(place, _counting(kind), HookType.AROUND)
     if "MOE_DIST_TEST_STEAL" in os.environ:
         HookRegistry.register("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__", _steal, HookType.AFTER)
+
+
+def _quantise(weight, scale):
+    import torch
+
+    return (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
 def _steal(result, layer, *args, **kwargs):
