@@ -142,10 +142,13 @@ class TunePass:
         )
 
     def _stored_epoch(self) -> tuple[int, str]:
-        """Number and digest of the deployment's newest epoch in the store."""
+        """Number and digest of the deployment's newest epoch in the store; no digest: it can't be adopted in this environment."""
         deployment = self._settings.deployment
         newest = newest_committed(self._store, deployment)
-        return (newest.epoch.number, newest.epoch.digest) if newest else (epoch.newest_number(self._store, deployment), "")
+        if newest is None:
+            return epoch.newest_number(self._store, deployment), ""
+        fits = all(path.startswith(f"{self._environment.folder}/") for path in newest.entries)
+        return newest.epoch.number, newest.epoch.digest if fits else ""
 
     def _share_hits(self, lacked: Mapping[bytes, int]) -> None:
         """Entries whose digests were offered, to the ranks that lack them, from the first that holds each."""

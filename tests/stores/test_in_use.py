@@ -93,6 +93,17 @@ def test_a_copy_on_a_host_of_another_environment_misses_and_says_once_what_diffe
     assert warnings_of(caplog) == []
 
 
+def test_after_an_upgrade_that_changes_no_winner_a_joiner_still_adopts(tmp_path: Path) -> None:
+    """The table is the same, but the stored epoch was tuned in an environment that is no more: it is published anew, once."""
+    before = tune(str(tmp_path))
+    after = tune(str(tmp_path), versions={"foreign": "2"})
+    assert (after.measured, after.digest, after.epoch) == (2, before.digest, before.epoch + 1)
+    with make_tuner(str(tmp_path), versions={"foreign": "2"}) as joiner:
+        assert joiner.reload()
+        assert joiner.epoch.number == after.epoch
+    assert tune(str(tmp_path), versions={"foreign": "2"}).epoch == after.epoch
+
+
 def test_foreign_values_among_the_entries_explain_nothing_and_hurt_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     FilesystemStore(tmp_path).put("entries/abc/def", b"not an entry")
     assert tune(str(tmp_path)).measured == 2
