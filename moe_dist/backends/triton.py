@@ -335,6 +335,7 @@ def compiled_variants(problem: MoEProblem, buckets: Sequence[Bucket], arch: int)
 def kernel_variants(problem: MoEProblem, buckets: Sequence[Bucket], arch: int) -> tuple[list[dict[str, Any]], list[tuple[Variant, str]]]:
     """Every kernel of every tactic worth timing, once: rows that say how it is cut, and in the same order what launches it."""
     from moe_dist_kernels import Limits, ahead
+    from moe_dist_kernels.launch import Descriptor
 
     cpu, limits, backend = torch.device("cpu"), Limits(has_wgmma=arch == 90), TritonBackend()
     tactics = dict.fromkeys(
@@ -349,12 +350,11 @@ def kernel_variants(problem: MoEProblem, buckets: Sequence[Bucket], arch: int) -
     rows, work = [], list(ahead.distinct(variants, ahead.target_for(arch)).values())
     for variant, name in work:
         launch = variant.launches()[name]
-        cut = {key: value for key, value in launch.constants.items() if key in _CUT}
-        rows.append({"arch": arch, "kernel": launch.kernel.__name__, **cut, "warps": launch.num_warps, "stages": launch.num_stages})
+        given = [param for param in launch.params if param is not None]
+        descriptors = sum(isinstance(param, Descriptor) for param in given)
+        named = {"arch": arch, "kernel": launch.kernel.__name__, "launch": name, "arguments": len(given), "descriptors": descriptors}
+        rows.append({**named, **launch.constants, "warps": launch.num_warps, "stages": launch.num_stages})
     return rows, work
-
-
-_CUT = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "SWAP_AB", "PERSISTENT", "CHUNK", "STAGES")
 
 
 # What follows was read off an H200 (docs/kernels.md has the rounds). "Rows" are the rows of one expert when routing is even.
