@@ -11,6 +11,7 @@ on it). A tile is up to BLOCK_M rows of one expert: there are none for an expert
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -178,39 +179,53 @@ def max_tiles(num_slots: int, num_local: int, block_m: int) -> int:
     return partial + (num_slots - partial) // block_m
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ids:
+    """How ids name experts, for every kernel that reads them. map_size: length of the map to weight rows; None: ids are rows."""
+
+    dtype: torch.dtype
+    num_local: int
+    map_size: int | None
+
+    @property
+    def params(self) -> tuple[torch.dtype, torch.dtype | None]:
+        """Of ids and of the map."""
+        return self.dtype, None if self.map_size is None else torch.int32
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"NUM_LOCAL": self.num_local, "MAP_SIZE": self.num_local if self.map_size is None else self.map_size}
+
+
 class Align:
-    """The launches of the sort for one expert count, map and BLOCK_M.
+    """The launches of the sort for one kind of ids and BLOCK_M.
 
     Call it with integer pointers (tensors if interpreted): ids [S] int32 or int64; map int32 or None; and of scratch, int32:
     counts and cursor [chunks * E] (see `chunks`), slots [S], tile_expert, tile_row, tile_rows [max_tiles], num_tiles [1], and, with
     `places`, places [S]: the row of each slot, -1 for remote ones.
     """
 
-    def __init__(
-        self, *, ids_dtype: torch.dtype, num_local: int, map_size: int | None, block_m: int, pdl: bool, places: bool = False
-    ) -> None:
+    def __init__(self, *, ids: Ids, block_m: int, pdl: bool, places: bool = False) -> None:
         ints = torch.int32
-        map_dtype = None if map_size is None else ints
-        common: dict[str, Any] = {"NUM_LOCAL": num_local, "MAP_SIZE": num_local if map_size is None else map_size}
+        common = ids.constants | {"PDL": pdl}
+        cut = common | {"BLOCK_M": block_m}
         tiles = (ints if places else None, ints, ints, ints, ints)
-        padded = int(triton.next_power_of_2(num_local))
+        padded = int(triton.next_power_of_2(ids.num_local))
         self.one = {
             chunk: Launch(
                 align_one_kernel,
-                (ids_dtype, map_dtype, ints, ints, *tiles, INT),
-                common | {"BLOCK_M": block_m, "CHUNK": chunk, "PDL": pdl},
+                (*ids.params, ints, ints, *tiles, INT),
+                cut | {"CHUNK": chunk},
                 num_warps=4 if chunk <= 512 else 16,
                 pdl=pdl,
             )
             for chunk in (128, 512, ONE_PROGRAM_SLOTS)
         }
-        self.count = Launch(
-            align_count_kernel, (ids_dtype, map_dtype, ints, INT), common | {"CHUNK": CHUNK, "PDL": pdl}, num_warps=8, pdl=pdl
-        )
+        self.count = Launch(align_count_kernel, (*ids.params, ints, INT), common | {"CHUNK": CHUNK}, num_warps=8, pdl=pdl)
         self.place = Launch(
             align_place_kernel,
-            (ids_dtype, map_dtype, ints, ints, ints, *tiles, INT, INT),
-            common | {"BLOCK_M": block_m, "CHUNK": CHUNK, "ROWS": max(1, min(64, 8192 // padded)), "PDL": pdl},
+            (*ids.params, ints, ints, ints, *tiles, INT, INT),
+            cut | {"CHUNK": CHUNK, "ROWS": max(1, min(64, 8192 // padded))},
             num_warps=8,
             pdl=pdl,
         )

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from moe_dist_kernels.activation import activate
-from moe_dist_kernels.align import local_expert
+from moe_dist_kernels.align import Ids, local_expert
 from moe_dist_kernels.launch import INT, Launch
 
 
@@ -222,68 +222,34 @@ class DecodeTile:
         return None
 
 
-def decode_up_launch(
+def decode_launches(
     *,
     dtype: torch.dtype,
     fp8: bool,
-    ids_dtype: torch.dtype,
+    ids: Ids,
     hidden: int,
     inter: int,
     top_k: int,
-    num_local: int,
-    map_size: int | None,
-    activation: dict[str, Any],
-    bias: torch.dtype | None,
-    weight_on_input: bool,
-    tile: DecodeTile,
-    pdl: bool,
-) -> Launch:
-    """Grid S * ceil(I / block_n); arguments x, w13, its scales or None, bias, weights or None, ids, map or None, act, S."""
-    constants = {
-        "HIDDEN": hidden,
-        "INTER": inter,
-        "TOP_K": top_k,
-        "NUM_LOCAL": num_local,
-        "MAP_SIZE": num_local if map_size is None else map_size,
-        **activation,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "PDL": pdl,
-    }
-    map_dtype = None if map_size is None else torch.int32
-    weights = (torch.float8_e4m3fn, torch.float32) if fp8 else (dtype, None)
-    params = (dtype, *weights, bias, torch.float32 if weight_on_input else None, ids_dtype, map_dtype, dtype, INT)
-    return Launch(decode_up_kernel, params, constants, num_warps=tile.warps, pdl=pdl)
-
-
-def decode_down_launch(
-    *,
-    dtype: torch.dtype,
-    fp8: bool,
-    ids_dtype: torch.dtype,
-    hidden: int,
-    inter: int,
     slots: int,
-    num_local: int,
-    map_size: int | None,
-    bias: torch.dtype | None,
+    activation: dict[str, Any],
+    up_bias: torch.dtype | None,
+    down_bias: torch.dtype | None,
     weight_on_input: bool,
-    tile: DecodeTile,
+    up: DecodeTile,
+    down: DecodeTile,
     pdl: bool,
-) -> Launch:
-    """Grid outputs * ceil(H / block_n), outputs T (slots K) or S (slots 1); arguments act, w2, its scales or
-    None, bias, weights or None, ids, map or None, out, outputs."""
-    constants = {
-        "HIDDEN": hidden,
-        "INTER": inter,
-        "SLOTS": slots,
-        "NUM_LOCAL": num_local,
-        "MAP_SIZE": num_local if map_size is None else map_size,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "PDL": pdl,
-    }
-    map_dtype = None if map_size is None else torch.int32
+) -> dict[str, Launch]:
+    """ "up": grid S * ceil(I / block_n); arguments x, w13, its scales or None, bias, weights or None, ids, map or None, act, S. "down":
+    grid outputs * ceil(H / block_n), outputs T (slots K) or S (slots 1); arguments act, w2, the same, out, outputs."""
+    sizes = {"HIDDEN": hidden, "INTER": inter, **ids.constants, "PDL": pdl}
     weights = (torch.float8_e4m3fn, torch.float32) if fp8 else (dtype, None)
-    params = (dtype, *weights, bias, None if weight_on_input else torch.float32, ids_dtype, map_dtype, dtype, INT)
-    return Launch(decode_down_kernel, params, constants, num_warps=tile.warps, pdl=pdl)
+
+    def launch(kernel: Any, tile: DecodeTile, bias: torch.dtype | None, weighted: bool, **more: Any) -> Launch:
+        params = (dtype, *weights, bias, torch.float32 if weighted else None, *ids.params, dtype, INT)
+        cut = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+        return Launch(kernel, params, sizes | cut | more, num_warps=tile.warps, pdl=pdl)
+
+    return {
+        "up": launch(decode_up_kernel, up, up_bias, weight_on_input, TOP_K=top_k, **activation),
+        "down": launch(decode_down_kernel, down, down_bias, not weight_on_input, SLOTS=slots),
+    }

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe_dist_kernels.align import CHUNK, Align, chunks, max_tiles
-from moe_dist_kernels.decode import DecodeTile, decode_down_launch, decode_up_launch
-from moe_dist_kernels.finalize import finalize_blocks, finalize_kernel, finalize_launch, zero_remote_launch
-from moe_dist_kernels.grouped import SCALE_BLOCK, ProductTile, down_launch, up_launch
+from moe_dist_kernels.align import CHUNK, Align, Ids, chunks, max_tiles
+from moe_dist_kernels.decode import DecodeTile, decode_launches
+from moe_dist_kernels.finalize import finalize_blocks, finalize_kernel, finalize_launches
+from moe_dist_kernels.grouped import SCALE_BLOCK, ProductTile, product_launches
 from moe_dist_kernels.launch import Launch, Scratch, interpreted
 from moe_dist_kernels.quantise import quantise_blocks, quantise_launch
 from moe_dist_kernels.routing import route_launch
@@ -474,29 +474,13 @@ def _programs(tile: ProductTile, block_m: int, shape: ExpertsShape, device: torc
 
 def make_launchers(shape: ExpertsShape, plan: Plan, ids_dtype: torch.dtype, *, pdl: bool) -> dict[str, Any]:
     """Everything that `plan` launches, by name. Compiles nothing."""
-    ids: dict[str, Any] = {"ids_dtype": ids_dtype, "num_local": shape.num_local, "map_size": shape.map_size, "pdl": pdl}
-    sizes: dict[str, Any] = {
-        "dtype": shape.dtype,
-        "fp8": shape.fp8,
-        "hidden": shape.hidden,
-        "inter": shape.inter,
-        "weight_on_input": shape.weight_on_input,
-    }
-    up: dict[str, Any] = {"activation": shape.activation, "top_k": shape.slots, "bias": shape.up_bias}
-    if isinstance(plan, DecodePlan):
-        return {
-            "up": decode_up_launch(**ids, **sizes, **up, tile=plan.up),
-            "down": decode_down_launch(**ids, **sizes, bias=shape.down_bias, slots=shape.slots if shape.finalize else 1, tile=plan.down),
-        }
-    last = {
-        "finalize": finalize_launch(dtype=shape.dtype, hidden=shape.hidden, top_k=shape.slots, **ids),
-        "zero_remote": zero_remote_launch(dtype=shape.dtype, hidden=shape.hidden, **ids),
-    }
+    ids = Ids(dtype=ids_dtype, num_local=shape.num_local, map_size=shape.map_size)
+    last = finalize_launches(dtype=shape.dtype, ids=ids, hidden=shape.hidden, top_k=shape.slots, pdl=pdl)
     if isinstance(plan, SpecialisedPlan):
         from moe_dist_kernels import hopper  # Gluon, which no other plan needs
 
         return {
-            "align": Align(block_m=plan.block_m, places=True, **ids),
+            "align": Align(block_m=plan.block_m, places=True, ids=ids, pdl=pdl),
             "scatter": hopper.scatter_launch(dtype=shape.dtype, hidden=shape.hidden, top_k=shape.slots, pdl=pdl),
             "scatter_blocks": hopper.scatter_blocks(shape.hidden),
             **hopper.product_launches(
@@ -511,13 +495,24 @@ def make_launchers(shape: ExpertsShape, plan: Plan, ids_dtype: torch.dtype, *, p
             ),
             **last,
         }
-    cut: dict[str, Any] = {"block_m": plan.block_m, "group_m": plan.group_m, "swap_ab": plan.swap_ab, "pdl": pdl}
-    return {
-        "align": Align(block_m=plan.block_m, **ids),
-        "up": up_launch(**sizes, **up, **cut, tile=plan.up),
-        "down": down_launch(**sizes, bias=shape.down_bias, **cut, tile=plan.down, row_group=plan.up.block_n),
-        **last,
+    products: dict[str, Any] = {
+        "dtype": shape.dtype,
+        "fp8": shape.fp8,
+        "hidden": shape.hidden,
+        "inter": shape.inter,
+        "top_k": shape.slots,
+        "activation": shape.activation,
+        "up_bias": shape.up_bias,
+        "down_bias": shape.down_bias,
+        "weight_on_input": shape.weight_on_input,
+        "up": plan.up,
+        "down": plan.down,
+        "pdl": pdl,
     }
+    if isinstance(plan, DecodePlan):
+        return decode_launches(**products, ids=ids, slots=shape.slots if shape.finalize else 1)
+    cut: dict[str, Any] = {"block_m": plan.block_m, "group_m": plan.group_m, "swap_ab": plan.swap_ab}
+    return {"align": Align(block_m=plan.block_m, ids=ids, pdl=pdl), **product_launches(**products, **cut), **last}
 
 
 def all_launches(shape: ExpertsShape, plan: Plan, *, ids_dtype: torch.dtype = torch.int32, pdl: bool = False) -> dict[str, Launch]:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_dist_kernels.align import local_expert
+from moe_dist_kernels.align import Ids, local_expert
 from moe_dist_kernels.launch import INT, Launch
 
 
@@ -79,32 +79,12 @@ def finalize_blocks(hidden: int) -> int:
     return -(-hidden // _block(hidden))
 
 
-def finalize_launch(
-    *, dtype: torch.dtype, ids_dtype: torch.dtype, hidden: int, top_k: int, num_local: int, map_size: int | None, pdl: bool
-) -> Launch:
-    """Grid T * finalize_blocks(H); arguments y [T, K, H], ids [T, K], map or None, out [T, H], T."""
-    constants = {
-        "HIDDEN": hidden,
-        "TOP_K": top_k,
-        "NUM_LOCAL": num_local,
-        "MAP_SIZE": num_local if map_size is None else map_size,
-        "BLOCK_H": _block(hidden),
-        "PDL": pdl,
+def finalize_launches(*, dtype: torch.dtype, ids: Ids, hidden: int, top_k: int, pdl: bool) -> dict[str, Launch]:
+    """ "finalize": grid T * finalize_blocks(H); arguments y [T, K, H], ids [T, K], map or None, out [T, H], T. "zero_remote": grid
+    S * finalize_blocks(H); arguments ids [S], map or None, out [S, H], S."""
+    constants = {"HIDDEN": hidden, **ids.constants, "BLOCK_H": _block(hidden), "PDL": pdl}
+    params = (*ids.params, dtype, INT)
+    return {
+        "finalize": Launch(finalize_kernel, (dtype, *params), constants | {"TOP_K": top_k}, num_warps=4, pdl=pdl),
+        "zero_remote": Launch(zero_remote_kernel, params, constants, num_warps=4, pdl=pdl),
     }
-    map_dtype = None if map_size is None else torch.int32
-    return Launch(finalize_kernel, (dtype, ids_dtype, map_dtype, dtype, INT), constants, num_warps=4, pdl=pdl)
-
-
-def zero_remote_launch(
-    *, dtype: torch.dtype, ids_dtype: torch.dtype, hidden: int, num_local: int, map_size: int | None, pdl: bool
-) -> Launch:
-    """Grid S * finalize_blocks(H); arguments ids [S], map or None, out [S, H], S."""
-    constants = {
-        "HIDDEN": hidden,
-        "NUM_LOCAL": num_local,
-        "MAP_SIZE": num_local if map_size is None else map_size,
-        "BLOCK_H": _block(hidden),
-        "PDL": pdl,
-    }
-    map_dtype = None if map_size is None else torch.int32
-    return Launch(zero_remote_kernel, (ids_dtype, map_dtype, dtype, INT), constants, num_warps=4, pdl=pdl)

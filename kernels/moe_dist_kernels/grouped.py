@@ -460,11 +460,7 @@ class ProductTile:
         return None
 
 
-def _descriptor(tile: ProductTile, dtype: torch.dtype, *block: int) -> Descriptor | None:
-    return Descriptor(dtype, block) if tile.tma else None
-
-
-def up_launch(
+def product_launches(
     *,
     dtype: torch.dtype,
     fp8: bool,
@@ -472,71 +468,41 @@ def up_launch(
     inter: int,
     top_k: int,
     activation: dict[str, Any],
-    bias: torch.dtype | None,
+    up_bias: torch.dtype | None,
+    down_bias: torch.dtype | None,
     weight_on_input: bool,
-    tile: ProductTile,
+    up: ProductTile,
+    down: ProductTile,
     block_m: int,
     group_m: int,
     swap_ab: bool,
     pdl: bool,
-) -> Launch:
-    """Grid max_tiles * ceil(I / block_n), fewer if persistent. activation: KIND, LIMIT, ALPHA, BETA, GATED of `activate`."""
-    constants = {
-        "HIDDEN": hidden,
-        "INTER": inter,
-        "TOP_K": top_k,
-        **activation,
-        "BLOCK_M": block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": group_m,
-        "SWAP_AB": swap_ab,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "PERSISTENT": tile.persistent,
-        "PDL": pdl,
-    }
+) -> dict[str, Launch]:
+    """ "up" over max_tiles * ceil(I / block_n) programs, "down" over max_tiles * ceil(H / block_n); fewer if persistent.
+
+    activation: KIND, LIMIT, ALPHA, BETA, GATED of `activate`.
+    """
     operand = torch.float8_e4m3fn if fp8 else dtype
     scale = torch.float32 if fp8 else None
+    ints = (torch.int32,) * 5
+    sizes: dict[str, Any] = {"HIDDEN": hidden, "INTER": inter, "BLOCK_M": block_m, "GROUP_M": group_m, "SWAP_AB": swap_ab, "PDL": pdl}
+    sizes["PRECISION"] = "ieee" if dtype == torch.float32 else "tf32"
+
+    def by(tile: ProductTile, *block: int) -> tuple[torch.dtype | None, Descriptor | None]:
+        """An operand's pointer or its descriptor."""
+        return (None, Descriptor(operand, block)) if tile.tma else (operand, None)
+
+    def launch(kernel: Any, tile: ProductTile, params: tuple[Any, ...], **more: Any) -> Launch:
+        cut = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "PERSISTENT": tile.persistent}
+        return Launch(kernel, params, sizes | cut | more, num_warps=tile.warps, num_stages=tile.stages, pdl=pdl)
+
     planes = 2 if activation["GATED"] else 1
-    weights = (None if tile.tma else operand, _descriptor(tile, operand, planes, tile.block_n, tile.block_k), scale)
-    ints = (torch.int32,) * 5
-    params = (operand, scale, *weights, bias, torch.float32 if weight_on_input else None, *ints, operand, scale)
-    return Launch(up_kernel, params, constants, num_warps=tile.warps, num_stages=tile.stages, pdl=pdl)
-
-
-def down_launch(
-    *,
-    dtype: torch.dtype,
-    fp8: bool,
-    hidden: int,
-    inter: int,
-    bias: torch.dtype | None,
-    weight_on_input: bool,
-    tile: ProductTile,
-    row_group: int,
-    block_m: int,
-    group_m: int,
-    swap_ab: bool,
-    pdl: bool,
-) -> Launch:
-    """Grid max_tiles * ceil(H / block_n), fewer if persistent. row_group: columns of act that share a scale."""
-    constants = {
-        "HIDDEN": hidden,
-        "INTER": inter,
-        "BLOCK_M": block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "A_GROUP": row_group,
-        "GROUP_M": group_m,
-        "SWAP_AB": swap_ab,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "PERSISTENT": tile.persistent,
-        "PDL": pdl,
+    weighted = (torch.float32, None) if weight_on_input else (None, torch.float32)
+    up_weights = (*by(up, planes, up.block_n, up.block_k), scale)
+    rows = (*by(down, block_m, down.block_k), scale)
+    down_weights = (*by(down, 1, down.block_n, down.block_k), scale)
+    return {
+        "up": launch(up_kernel, up, (operand, scale, *up_weights, up_bias, weighted[0], *ints, operand, scale), TOP_K=top_k, **activation),
+        # The first product leaves one scale for its tile's columns.
+        "down": launch(down_kernel, down, (*rows, *down_weights, down_bias, weighted[1], *ints, dtype), A_GROUP=up.block_n),
     }
-    operand = torch.float8_e4m3fn if fp8 else dtype
-    scale = torch.float32 if fp8 else None
-    rows = (None if tile.tma else operand, _descriptor(tile, operand, block_m, tile.block_k), scale)
-    weights = (None if tile.tma else operand, _descriptor(tile, operand, 1, tile.block_n, tile.block_k), scale)
-    ints = (torch.int32,) * 5
-    params = (*rows, *weights, bias, None if weight_on_input else torch.float32, *ints, dtype)
-    return Launch(down_kernel, params, constants, num_warps=tile.warps, num_stages=tile.stages, pdl=pdl)

@@ -315,8 +315,7 @@ def product_launches(
 
     def launch(box_rows: int, params: tuple[Any, ...], **sizes: int) -> Launch:
         descriptors = (Descriptor(fp8, (64, 128), swizzle=128), Descriptor(fp8, (box_rows, 128), swizzle=128))
-        constants = {name: sizes.get(name, common.get(name)) for name in product_kernel.arg_names[12:]}
-        return Launch(product_kernel, (*descriptors, fp32, fp32, torch.int32, *params), constants, max_registers=REGISTERS)
+        return Launch(product_kernel, (*descriptors, fp32, fp32, torch.int32, *params), common | sizes, max_registers=REGISTERS)
 
     return {
         "up": launch(64, (None, *ints, fp8, fp32), DEPTH=hidden, COLS=inter, PLANES=2, BLOCK_N=64),

@@ -73,7 +73,7 @@ class Launch:
     """One kernel with everything fixed but pointers and counts.
 
     params: the runtime parameters in the kernel's order, each a torch dtype (a pointer to it), a Descriptor, None (a
-        pointer that is not used) or INT. constants: the kernel's constexpr parameters, all after the runtime ones.
+        pointer that is not used) or INT. constants: the kernel's constexpr parameters, all after the runtime ones, in any order.
     max_registers: a cap on registers a thread, which a warp-specialised kernel shares out anew.
     pdl: launched with programmatic dependent launch: the kernel itself waits before it reads what its predecessor wrote.
     Pointers are taken as 16-byte aligned unless the kernel says otherwise; callers see to it.
@@ -88,7 +88,7 @@ class Launch:
     max_registers: int | None = None
 
     def __post_init__(self) -> None:
-        self._constants = tuple(self.constants.values())
+        self._constants = tuple(self.constants[name] for name in self.kernel.arg_names[len(self.params) :])
         self._options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if self.pdl:
             self._options["launch_pdl"] = True

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_dist_kernels.align import CHUNK, ONE_PROGRAM_SLOTS, Align, chunks, max_tiles
+from moe_dist_kernels.align import CHUNK, ONE_PROGRAM_SLOTS, Align, Ids, chunks, max_tiles
 
 
 def sort(
     ids: torch.Tensor, num_local: int, block_m: int, stream: int, expert_map: torch.Tensor | None = None
 ) -> tuple[list[int], list[tuple[int, int, int]]]:
     """(slots in sorted order, tiles as (expert, first row, rows)) over poisoned scratch."""
-    align = Align(
-        ids_dtype=ids.dtype,
-        num_local=num_local,
-        map_size=None if expert_map is None else len(expert_map),
-        block_m=block_m,
-        pdl=False,
-        places=True,
-    )
+    kind = Ids(dtype=ids.dtype, num_local=num_local, map_size=None if expert_map is None else len(expert_map))
+    align = Align(ids=kind, block_m=block_m, pdl=False, places=True)
     count, device = ids.numel(), ids.device
     tiles = max(1, max_tiles(count, num_local, block_m))
 
