@@ -42,6 +42,8 @@ def _write_tiles(
     tiles = tl.cdiv(counts, BLOCK_M)
     first = tl.cumsum(tiles, axis=0) - tiles
     tl.store(num_tiles_ptr, tl.sum(tiles, axis=0))
+    tl.store(num_tiles_ptr + 1, 0)  # how many tiles the programs of either product have taken (hopper.py)
+    tl.store(num_tiles_ptr + 2, 0)
     most = tl.max(tiles, axis=0)
     for i in range(most):
         live = (i < tiles) & (expert < NUM_LOCAL)
@@ -201,8 +203,8 @@ class Align:
     """The launches of the sort for one kind of ids and BLOCK_M.
 
     Call it with integer pointers (tensors if interpreted): ids [S] int32 or int64; map int32 or None; and of scratch, int32:
-    counts and cursor [chunks * E] (see `chunks`), slots [S], tile_expert, tile_row, tile_rows [max_tiles], num_tiles [1], and, with
-    `places`, places [S]: the row of each slot, -1 for remote ones.
+    counts and cursor [chunks * E] (see `chunks`), slots [S], tile_expert, tile_row, tile_rows [max_tiles], num_tiles [3] (the number, then
+    two zeros), and, with `places`, places [S]: the row of each slot, -1 for remote ones.
     """
 
     def __init__(self, *, ids: Ids, block_m: int, pdl: bool, places: bool = False) -> None:

@@ -159,10 +159,11 @@ class SortedPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpecialisedPlan:
-    """The sorted path with hopper.py's products: fp8, tiles of 128 rows, group_m of them sharing weights in L2, `stages` in flight."""
+    """The sorted path with hopper.py's products: fp8, tiles of 128 rows, group_m of them sharing weights in L2. gather: the first product
+    fetches rows by token; else they are copied into sorted order before."""
 
     group_m: int
-    stages: int
+    gather: bool
     block_m: ClassVar[int] = 128
     act_group: ClassVar[int] = 128  # columns of the activation that share a scale
 
@@ -173,11 +174,11 @@ class SpecialisedPlan:
             return f"the warp-specialised products need a hidden size that is a multiple of {SCALE_BLOCK}, not {shape.hidden}"
         if not limits.has_wgmma:
             return "the warp-specialised products are written in Hopper's instructions, for compute capability 9.0"
-        if self.group_m < 1 or not 2 <= self.stages <= 8:
-            return f"group_m {self.group_m} must be at least 1, stages {self.stages} 2 to 8"
-        need = self.stages * 32768 + 20480  # 32 KB a stage, the results' way out, barriers
+        if self.group_m < 1:
+            return f"group_m {self.group_m} must be at least 1"
+        need = 4 * 49152 + 18432  # four stages of 48 KB, the results' way out, barriers
         if need > limits.shared_bytes:
-            return f"{self.stages} stages need {need} bytes of shared memory, a block has {limits.shared_bytes}; take fewer"
+            return f"the warp-specialised products need {need} bytes of shared memory, a block has {limits.shared_bytes}"
         return None
 
 
@@ -195,19 +196,19 @@ def scratch(shape: ExpertsShape, plan: Plan, num_tokens: int, *, routed: bool) -
         return Scratch(**parts)
     parts["act"] = (count * shape.inter, shape.weight_dtype)
     if shape.fp8:
-        specialised = isinstance(plan, SpecialisedPlan)
+        copied = isinstance(plan, SpecialisedPlan) and not plan.gather
         group = plan.act_group if isinstance(plan, SpecialisedPlan) else plan.up.block_n
-        rows = count if specialised else num_tokens
+        rows = count if copied else num_tokens
         parts |= {
             "act_scale": (count * -(-shape.inter // group), torch.float32),
             "x": (rows * shape.hidden, torch.float8_e4m3fn),
             "x_scale": (rows * -(-shape.hidden // SCALE_BLOCK), torch.float32),
         }
-        if specialised:
+        if copied:
             parts |= {"places": (count, torch.int32), "row_weights": (count, torch.float32)}
     cursors = chunks(count) * shape.num_local
     tiles = max(1, max_tiles(count, shape.num_local, plan.block_m))
-    parts |= {"cursor": (cursors, torch.int32), "slots": (count, torch.int32), "num_tiles": (1, torch.int32)}
+    parts |= {"cursor": (cursors, torch.int32), "slots": (count, torch.int32), "num_tiles": (3, torch.int32)}
     if chunks(count) > 1:
         parts["counts"] = (cursors, torch.int32)
     parts |= dict.fromkeys(("tile_expert", "tile_row", "tile_rows"), (tiles, torch.int32))
@@ -301,8 +302,6 @@ class Experts:
                 self._up_weights = (None, descriptor.of(w13.view(-1, shape.inter, shape.hidden)), self._w13_scale)
             if plan.down.tma:
                 self._down_weights = (None, launches["down"].params[4].of(w2), self._w2_scale)
-            if shape.fp8:
-                self._quantise = quantise_launch(dtype=shape.dtype, hidden=shape.hidden, pdl=self._pdl)
         elif isinstance(plan, SpecialisedPlan):
             if self._interpreted:
                 raise ValueError("warp-specialised kernels can't be interpreted; choose another plan")
@@ -310,6 +309,8 @@ class Experts:
             self._processors = Limits.of(self.device).processors
             self._up_weights = (launches["up"].params[1].of(w13.view(-1, shape.hidden)), self._w13_scale)
             self._down_weights = (launches["down"].params[1].of(w2.view(-1, shape.inter)), self._w2_scale)
+        if shape.fp8:
+            self._quantise = quantise_launch(dtype=shape.dtype, hidden=shape.hidden, pdl=self._pdl)
         self._scratches: dict[tuple[int, bool], Scratch] = {}
         self._route = route_launch(**dataclasses.asdict(router), pdl=self._pdl) if router is not None else None
 
@@ -403,17 +404,17 @@ class Experts:
             down(grid, device, stream, at["act"], *weights2, down_weights, ids_ptr, self._map, out_ptr, outputs)
         elif isinstance(plan, SpecialisedPlan):
             launchers["align"](device, stream, count, ids_ptr, self._map, at)
-            row_weights = at["row_weights"]
-            grid = tokens * launchers["scatter_blocks"]
-            launchers["scatter"](grid, device, stream, x_ptr, weights_ptr, at["places"], at["x"], at["x_scale"], row_weights, tokens)
             found = (at["tile_expert"], at["tile_row"], at["tile_rows"], at["num_tiles"])
             up, down = launchers["up"], launchers["down"]
-            boxes = (
-                up.params[0].of(layout.view(block, "x").view(count, shape.hidden)),
-                self._up_weights[0],
-                at["x_scale"],
-                self._up_weights[1],
-            )
+            if plan.gather:
+                rows, row_weights = at["x"], weights_ptr
+                self._quantise(tokens * quantise_blocks(shape.hidden), device, stream, x_ptr, rows, at["x_scale"], tokens)
+            else:
+                rows, row_weights = up.params[0].of(layout.view(block, "x").view(count, shape.hidden)), at["row_weights"]
+                grid = tokens * launchers["scatter_blocks"]
+                scattered = (at["x"], at["x_scale"], row_weights)
+                launchers["scatter"](grid, device, stream, x_ptr, weights_ptr, at["places"], *scattered, tokens)
+            boxes = (rows, self._up_weights[0], at["x_scale"], self._up_weights[1])
             up(self._processors, device, stream, *boxes, at["slots"], None, *found, at["act"], at["act_scale"])
             y = at.get("y", out_ptr)
             act = layout.view(block, "act").view(count, shape.inter)
@@ -436,11 +437,11 @@ class Experts:
             grid = min(most * -(-shape.hidden // plan.down.block_n), self._persistent["down"])
             in_place = "y" not in at
             y = out_ptr if in_place else at["y"]
-            rows: tuple[Any, ...] = (at["act"], None, act_scale)
+            operand: tuple[Any, ...] = (at["act"], None, act_scale)
             if plan.down.tma:
                 view = layout.view(block, "act").view(count, shape.inter)
-                rows = (None, launchers["down"].params[1].of(view), act_scale)
-            launchers["down"](grid, device, stream, *rows, *self._down_weights, self._w2_bias, down_weights, *tiles, y)
+                operand = (None, launchers["down"].params[1].of(view), act_scale)
+            launchers["down"](grid, device, stream, *operand, *self._down_weights, self._w2_bias, down_weights, *tiles, y)
             self._finish(launchers, tokens, count, stream, not in_place, y, ids_ptr, out_ptr)
         del block  # alive until everything that uses it is in the stream
 
@@ -479,19 +480,24 @@ def make_launchers(shape: ExpertsShape, plan: Plan, ids_dtype: torch.dtype, *, p
     if isinstance(plan, SpecialisedPlan):
         from moe_dist_kernels import hopper  # Gluon, which no other plan needs
 
-        return {
-            "align": Align(block_m=plan.block_m, places=True, ids=ids, pdl=pdl),
+        scatter = {
             "scatter": hopper.scatter_launch(dtype=shape.dtype, hidden=shape.hidden, top_k=shape.slots, pdl=pdl),
             "scatter_blocks": hopper.scatter_blocks(shape.hidden),
+        }
+        return {
+            "align": Align(block_m=plan.block_m, places=not plan.gather, ids=ids, pdl=pdl),
+            **({} if plan.gather else scatter),
             **hopper.product_launches(
                 dtype=shape.dtype,
                 hidden=shape.hidden,
                 inter=shape.inter,
+                top_k=shape.slots,
                 limit=shape.limit,
                 alpha=shape.alpha,
                 beta=shape.beta,
                 group_m=plan.group_m,
-                stages=plan.stages,
+                gather=plan.gather,
+                pdl=pdl,
             ),
             **last,
         }
@@ -524,7 +530,7 @@ def all_launches(shape: ExpertsShape, plan: Plan, *, ids_dtype: torch.dtype = to
             found |= {"align_count": launch.count, "align_place": launch.place}
         elif isinstance(launch, Launch):
             found[name] = launch
-    if shape.fp8 and isinstance(plan, SortedPlan):
+    if shape.fp8 and (plan.gather if isinstance(plan, SpecialisedPlan) else isinstance(plan, SortedPlan)):
         found["quantise"] = quantise_launch(dtype=shape.dtype, hidden=shape.hidden, pdl=pdl)
     return found
 

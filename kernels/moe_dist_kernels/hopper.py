@@ -1,15 +1,17 @@
 """The fp8 products for many rows on Hopper: persistent, warp-specialised, in Gluon.
 
-One warp asks the copy engine for operands, several stages ahead; two warpgroups multiply, 64 rows of a 128-row tile each. A product
-over one scale block is added to the fp32 sum while the other warpgroup's product runs. Needs compute capability 9.0 (wgmma); knows
-SwiGLU alone and no bias. Imported when such a plan is bound, never before: Gluon is young and absent where it isn't needed.
+A tile is 128 rows by 256 rows of weights: gate and up for 128 columns of the activation, or 256 columns of the second product. Copying
+warps bring operands, several stages ahead. Two warpgroups multiply: 64 rows each or, of a tile with no more than 64, half of the
+columns each. A product over one scale block is added to the fp32 sum while the other warpgroup's product runs. Programs take tiles
+from a counter, so that nobody waits for those whose tiles were fuller. Needs compute capability 9.0 (wgmma); knows SwiGLU alone and no
+bias. Imported when such a plan is bound, never before: Gluon is young and absent where it isn't needed.
 
-Rows come sorted and quantised (`scatter_kernel`), so that a tile is one box of memory. Rows past an expert's end are the next
-expert's: they are multiplied and never stored. Legend as in grouped.py.
+Rows come quantised. Either copied into sorted order (`scatter_kernel`), so that half a tile is one box of memory, or, with `gather`, by
+token, fetched one by one. Rows past an expert's end are the next expert's: they are multiplied and never stored. Legend as in grouped.py.
 """
 
 # Kernels are Triton's language, not Python's: their parameters have no Python types.
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment,var-annotated"
 
 from __future__ import annotations
 
@@ -20,15 +22,21 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from moe_dist_kernels.launch import INT, Descriptor, Launch
+from moe_dist_kernels.quantise import quantised
 
-# Its name changed between triton 3.6 and 3.9.
+# Their names changed between triton 3.6 and 3.9.
 _load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_load_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
+STAGES = 4  # of 48 KB
+RING = 8  # tiles whose numbers can be on their way from the copying warps to the others: four at most are
+COUNTED_DEPTH = 768  # shallower products walk their tiles in fixed steps: fetching the next number would take longer than a tile
 QUANTISE_GROUPS = 8  # scale groups of one program of the scatter
-# 12 warps start with 168 registers a thread and share them out anew: 232 for each multiplying warpgroup, 40 for the copying one.
+# 12 warps start with 168 registers a thread and share them out anew. With 240 and 24 the compiler keeps sums on the stack, oddly.
 REGISTERS, MULTIPLY_REGISTERS, COPY_REGISTERS = 168, 232, 40
 
 
@@ -52,27 +60,36 @@ def scatter_kernel(
     """
     ALL: tl.constexpr = (HIDDEN + 127) // 128
     BLOCKS: tl.constexpr = (ALL + GROUPS - 1) // GROUPS
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % BLOCKS
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    block = tl.program_id(0) % BLOCKS
-    group = block * GROUPS + tl.arange(0, GROUPS)
-    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    x = tl.load(x_ptr + token * HIDDEN + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-10) / 448.0
-    q = (x / scale[:, None]).to(q_ptr.dtype.element_ty)
+    q, scale, column, group = quantised(x_ptr + token * HIDDEN, block * GROUPS, q_ptr.dtype.element_ty, HIDDEN, GROUPS)
+    rows = ()  # all are asked for before the first is needed
+    weights = ()
     for k in tl.static_range(TOP_K):
-        row = tl.load(places_ptr + token * TOP_K + k).to(tl.int64)
-        if row >= 0:
-            tl.store(q_ptr + row * HIDDEN + column, q, mask=column < HIDDEN)
-            tl.store(scale_ptr + row * ALL + group, scale, mask=group < ALL)
-            if block == 0:
-                tl.store(row_weights_ptr + row, tl.load(weights_ptr + token * TOP_K + k))
+        rows = rows + (tl.load(places_ptr + token * TOP_K + k),)  # noqa: RUF005 -- Triton knows no stars
+        weights = weights + (tl.load(weights_ptr + token * TOP_K + k),)  # noqa: RUF005
+    for k in tl.static_range(TOP_K):
+        row = rows[k].to(tl.int64)
+        here = row >= 0
+        tl.store(q_ptr + row * HIDDEN + column, q, mask=column < tl.where(here, HIDDEN, 0))
+        tl.store(scale_ptr + row * ALL + group, scale, mask=group < tl.where(here, ALL, 0))
+        tl.store(row_weights_ptr + row, weights[k], mask=here & (block == 0))
+
+
+@gluon.jit
+def _wait_for_predecessor():
+    """Programmatic dependent launch: nothing before here reads what the previous kernel writes; then let the next one start."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _place(pid, num_tiles, COLUMNS: gl.constexpr, GROUP_M: gl.constexpr):
+    """Row tile and column block of a number from 0 on; of the last for numbers past the end."""
+    pid = gl.minimum(pid, gl.maximum(num_tiles * COLUMNS - 1, 0))
     per_group = GROUP_M * COLUMNS
     first = (pid // per_group) * GROUP_M
     height = gl.maximum(gl.minimum(num_tiles - first, GROUP_M), 1)  # without a single tile, tile 0 is looked up and not used
@@ -82,159 +99,301 @@ def _place(pid, num_tiles, COLUMNS: gl.constexpr, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def _copy(
-    a_desc,
+    a,
     b_desc,
-    a_bufs,
-    b_bufs,
-    empty,
-    ready,
-    tile_expert_ptr,
-    tile_row_ptr,
-    num_tiles_ptr,
+    buffers,
+    barriers,
+    calls,
+    slots_ptr,
+    tiles,
     DEPTH: gl.constexpr,
     COLS: gl.constexpr,
     PLANES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
+    TOP_K: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+    RING: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
-    COLUMNS: gl.constexpr = (COLS + 127) // 128
+    """a: a descriptor, or, with TOP_K, a pointer to rows by token."""
+    WIDTH: gl.constexpr = 256 // PLANES
+    COLUMNS: gl.constexpr = (COLS + WIDTH - 1) // WIDTH
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    spread: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
+    a_bufs, b_bufs = buffers
+    empty, ready = barriers
+    ring, posted = calls
+    expert_ptr, row_ptr, rows_ptr, num_tiles_ptr = tiles
+    lane = gl.arange(0, 64, layout=gl.SliceLayout(1, spread))
     num_tiles = gl.load(num_tiles_ptr)
     step = 0
-    for pid in range(gl.program_id(0), num_tiles * COLUMNS, gl.num_programs(0)):
-        tile, column = _place(pid, num_tiles, COLUMNS, GROUP_M)
-        expert = gl.load(tile_expert_ptr + tile)
-        row = gl.load(tile_row_ptr + tile)
-        for turn in gl.static_range(PLANES):
-            b_row = expert * (PLANES * COLS) + column * 128 + turn * BLOCK_N
-            for k in range(0, DEPTH, 128):
-                stage = step % STAGES
-                bar = ready.index(stage)
-                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                mbarrier.expect(bar, (128 + 128) * 128)
-                _load_box(a_desc, [row, k], bar, a_bufs.index(2 * stage))
-                _load_box(a_desc, [row + 64, k], bar, a_bufs.index(2 * stage + 1))
-                b = b_bufs.index(stage)
-                if PLANES == 2:
-                    _load_box(b_desc, [b_row, k], bar, b.slice(0, BLOCK_N, dim=0))
-                    _load_box(b_desc, [b_row + COLS, k], bar, b.slice(BLOCK_N, BLOCK_N, dim=0))
-                else:
-                    _load_box(b_desc, [b_row, k], bar, b)
-                step += 1
+    turn = 0
+    pid = gl.program_id(0)
+    tile, column = _place(pid, num_tiles, COLUMNS, GROUP_M)
+    expert_next = gl.load(expert_ptr + tile)
+    first_next = gl.load(row_ptr + tile)
+    rows_next = gl.load(rows_ptr + tile)
+    while pid < num_tiles * COLUMNS:
+        if DYNAMIC:
+            following = gl.atomic_add(num_tiles_ptr + PLANES, 1, sem="relaxed") + gl.num_programs(0)
+            ring.index(turn % RING).store(gl.full([1], 0, gl.int32, one) + following)
+            mbarrier.arrive(posted.index(turn % RING), count=1)
+        else:
+            following = pid + gl.num_programs(0)
+        first = first_next
+        both = rows_next > 64
+        b_row = expert_next * (PLANES * COLS) + column * WIDTH
+        if TOP_K > 0:
+            low = gl.load(slots_ptr + first + gl.where(lane < rows_next, lane, 0)) // TOP_K
+            high = gl.load(slots_ptr + first + gl.where(lane + 64 < rows_next, lane + 64, 0)) // TOP_K
+            depth = gl.arange(0, 128, layout=gl.SliceLayout(0, spread))
+            low_ptrs = a + (low.to(gl.int64) * DEPTH)[:, None] + depth[None, :]
+            high_ptrs = a + (high.to(gl.int64) * DEPTH)[:, None] + depth[None, :]
+        tile, column = _place(following, num_tiles, COLUMNS, GROUP_M)
+        expert_next = gl.load(expert_ptr + tile)
+        first_next = gl.load(row_ptr + tile)
+        rows_next = gl.load(rows_ptr + tile)
+        for k in range(0, DEPTH, 128):
+            stage = step % STAGES
+            bar = ready.index(stage)
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            if TOP_K > 0:
+                mbarrier.expect(bar, 256 * 128)
+            else:
+                mbarrier.expect(bar, (128 + 256) * 128, pred=both)
+                mbarrier.expect(bar, (64 + 256) * 128, pred=both == 0)
+                _load_box(a, [first, k], bar, a_bufs.index(2 * stage))
+                _load_box(a, [first + 64, k], bar, a_bufs.index(2 * stage + 1), pred=both)
+            _load_box(b_desc, [b_row, k], bar, b_bufs.index(2 * stage))
+            _load_box(b_desc, [b_row + (COLS if PLANES == 2 else 128), k], bar, b_bufs.index(2 * stage + 1))
+            if TOP_K > 0:
+                _load_rows(a_bufs.index(2 * stage), low_ptrs)
+                if both:
+                    _load_rows(a_bufs.index(2 * stage + 1), high_ptrs)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+                low_ptrs += 128
+                high_ptrs += 128
+            step += 1
+        pid = following
+        turn += 1
+
+
+@gluon.jit
+def _tile(
+    half: gl.constexpr,
+    buffers,
+    barriers,
+    meeting,
+    meetings,
+    step,
+    a_scales,
+    b_scales,
+    b_scales_2,
+    expert_rows,
+    column,
+    weight,
+    slot,
+    out_ptr,
+    out_scale_ptr,
+    DEPTH: gl.constexpr,
+    COLS: gl.constexpr,
+    PLANES: gl.constexpr,
+    STAGES: gl.constexpr,
+    LIMIT: gl.constexpr,
+    ALPHA: gl.constexpr,
+    BETA: gl.constexpr,
+    TOP_K: gl.constexpr,
+    FEW: gl.constexpr,
+):
+    """One warpgroup's part of a tile: rows 64 * half on, or, if FEW, all rows in half of the columns."""
+    K_BLOCKS: gl.constexpr = (DEPTH + 127) // 128
+    N: gl.constexpr = 64 if FEW and PLANES == 2 else 128  # columns of a product
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 32])
+    VECTOR: gl.constexpr = 16 if PLANES == 2 else 8  # elements of a 16-byte store
+    stored: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 * VECTOR // N, N // VECTOR], [4, 1], [1, 0])
+    a_bufs, b_bufs = buffers
+    empty, ready = barriers
+    largest, met = meeting
+    first, rows = expert_rows
+    acc = gl.zeros([64, N], gl.float32, mma)
+    acc_2 = gl.zeros([64, N], gl.float32, mma)
+    a_scale = gl.load(a_scales)
+    scale_next = a_scale * gl.load(b_scales)
+    scale_2_next = a_scale * gl.load(b_scales_2)
+    for block in range(K_BLOCKS):
+        scale = gl.convert_layout(scale_next, gl.SliceLayout(1, mma))
+        scale_2 = gl.convert_layout(scale_2_next, gl.SliceLayout(1, mma))
+        ahead = gl.minimum(block + 1, K_BLOCKS - 1)
+        a_scale = gl.load(a_scales + ahead)
+        b_scale = gl.load(b_scales + ahead)
+        b_scale_2 = gl.load(b_scales_2 + ahead)
+        at = step + block
+        stage = at % STAGES
+        mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
+        if TOP_K > 0:
+            fence_async_shared()  # rows were written by threads, not by the copy engine
+        part = gl.zeros([64, N], gl.float32, mma)
+        part_2 = gl.zeros([64, N], gl.float32, mma)
+        b = b_bufs.index(2 * stage)
+        b_2 = b_bufs.index(2 * stage + 1)
+        if FEW:
+            a = a_bufs.index(2 * stage)
+            if PLANES == 2:
+                part = warpgroup_mma(a, b.slice(64 * half, 64, dim=0).permute((1, 0)), part, use_acc=False, is_async=True)
+                part_2 = warpgroup_mma(a, b_2.slice(64 * half, 64, dim=0).permute((1, 0)), part_2, use_acc=False, is_async=True)
+                part, part_2 = warpgroup_mma_wait(0, deps=(part, part_2))
+                mbarrier.arrive(empty.index(stage), count=1)
+                acc += part * scale[:, None]
+                acc_2 += part_2 * scale_2[:, None]
+            else:
+                if half == 1:
+                    b = b_2
+                    scale = scale_2
+                part = warpgroup_mma(a, b.permute((1, 0)), part, use_acc=False, is_async=True)
+                part = warpgroup_mma_wait(0, deps=(part,))
+                mbarrier.arrive(empty.index(stage), count=1)
+                acc += part * scale[:, None]
+        else:
+            a = a_bufs.index(2 * stage + half)
+            part = warpgroup_mma(a, b.permute((1, 0)), part, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, deps=(part,))
+            acc += part * scale[:, None]
+            part_2 = warpgroup_mma(a, b_2.permute((1, 0)), part_2, use_acc=False, is_async=True)
+            part_2 = warpgroup_mma_wait(0, deps=(part_2,))
+            mbarrier.arrive(empty.index(stage), count=1)
+            acc_2 += part_2 * scale_2[:, None]
+        scale_next = a_scale * b_scale
+        scale_2_next = a_scale * b_scale_2
+    lane = gl.arange(0, 64, layout=gl.SliceLayout(1, stored)) + (0 if FEW else 64 * half)
+    n = gl.arange(0, N, layout=gl.SliceLayout(0, stored)) + (N * half if FEW else 0)
+    live = lane < rows
+    if PLANES == 2:
+        if LIMIT is not None:
+            acc = gl.minimum(acc, LIMIT)
+            acc_2 = gl.maximum(gl.minimum(acc_2, LIMIT), -LIMIT)
+        act = acc / (1.0 + gl.exp(-ALPHA * acc)) * (acc_2 + BETA)
+        most = gl.max(gl.abs(act), axis=1)
+        if FEW:  # one scale for 128 columns: the warpgroups show each other the largest of theirs
+            largest.index(2 * (meetings & 1) + half).store(most)
+            mbarrier.arrive(met, count=1)
+            mbarrier.wait(met, meetings & 1)
+            most = gl.maximum(most, largest.index(2 * (meetings & 1) + 1 - half).load(gl.SliceLayout(1, mma)))
+        act_scale = gl.maximum(most, 1e-10) / 448.0
+        q = gl.convert_layout((act * (1.0 / act_scale)[:, None]).to(gl.float8e4nv), stored)
+        row = (first + gl.where(live, lane, 0)).to(gl.int64)
+        gl.store(out_ptr + row[:, None] * COLS + (column * 128 + n)[None, :], q, mask=live[:, None])
+        if half == 0 or not FEW:
+            COLUMNS: gl.constexpr = (COLS + 127) // 128
+            gl.store(out_scale_ptr + row * COLUMNS + column, gl.convert_layout(act_scale, gl.SliceLayout(1, stored)), mask=live)
+    else:
+        start = column * 256 + (128 * half if FEW else 0)
+        y_ptrs = out_ptr + slot[:, None] * COLS + (column * 256 + n)[None, :]
+        y = gl.convert_layout((acc * weight[:, None]).to(out_ptr.dtype.element_ty), stored)
+        gl.store(y_ptrs, y, mask=(live & (start < COLS))[:, None])
+        if not FEW:
+            y = gl.convert_layout((acc_2 * weight[:, None]).to(out_ptr.dtype.element_ty), stored)
+            gl.store(y_ptrs + 128, y, mask=(live & (start + 128 < COLS))[:, None])
 
 
 @gluon.jit
 def _multiply(
-    half,
-    a_bufs,
-    b_bufs,
-    empty,
-    ready,
-    a_scale_ptr,
-    b_scale_ptr,
+    half: gl.constexpr,
+    buffers,
+    barriers,
+    calls,
+    meeting,
+    scales,
     slots_ptr,
     row_weights_ptr,
-    tile_expert_ptr,
-    tile_row_ptr,
-    tile_rows_ptr,
-    num_tiles_ptr,
+    tiles,
     out_ptr,
     out_scale_ptr,
     DEPTH: gl.constexpr,
     COLS: gl.constexpr,
     PLANES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
     LIMIT: gl.constexpr,
     ALPHA: gl.constexpr,
     BETA: gl.constexpr,
+    TOP_K: gl.constexpr,
+    BY_SLOT: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+    RING: gl.constexpr,
 ):
-    """Rows 64 * half .. + 64 of every tile of this program."""
-    COLUMNS: gl.constexpr = (COLS + 127) // 128
+    WIDTH: gl.constexpr = 256 // PLANES
+    COLUMNS: gl.constexpr = (COLS + WIDTH - 1) // WIDTH
     K_BLOCKS: gl.constexpr = (DEPTH + 127) // 128
+    SCALE_ROWS: gl.constexpr = (PLANES * COLS + 127) // 128
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    WIDTH: gl.constexpr = 16 if PLANES == 2 else 8  # elements of a 16-byte store
-    stored: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 * WIDTH // 128, 128 // WIDTH], [4, 1], [1, 0])
-    lane = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
-    lane_out = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, stored))
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ring, posted = calls
+    a_scale_ptr, b_scale_ptr = scales
+    expert_ptr, row_ptr, rows_ptr, num_tiles_ptr = tiles
     num_tiles = gl.load(num_tiles_ptr)
-    total = num_tiles * COLUMNS
     step = 0
-    tile, column = _place(gl.minimum(gl.program_id(0), gl.maximum(total - 1, 0)), num_tiles, COLUMNS, GROUP_M)
-    expert_next = gl.load(tile_expert_ptr + tile)
-    first_next = gl.load(tile_row_ptr + tile)
-    rows_next = gl.load(tile_rows_ptr + tile)
-    for pid in range(gl.program_id(0), total, gl.num_programs(0)):
+    turn = 0
+    meetings = 0
+    pid = gl.program_id(0)
+    tile, column = _place(pid, num_tiles, COLUMNS, GROUP_M)
+    expert_next = gl.load(expert_ptr + tile)
+    first_next = gl.load(row_ptr + tile)
+    rows_next = gl.load(rows_ptr + tile)
+    while pid < num_tiles * COLUMNS:
+        if DYNAMIC:
+            mbarrier.wait(posted.index(turn % RING), (turn // RING) & 1)
+            following = gl.sum(ring.index(turn % RING).load(one), 0)
+        else:
+            following = pid + gl.num_programs(0)
         expert = expert_next.to(gl.int64)
         first = first_next
         rows = rows_next
-        tile, column = _place(pid, num_tiles, COLUMNS, GROUP_M)
+        few = rows <= 64
+        base = gl.where(few, 0, half * 64)
+        lane = base + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
         row = first + gl.where(lane < rows, lane, 0)
-        a_scales = a_scale_ptr + row.to(gl.int64) * K_BLOCKS
-        b_scales = b_scale_ptr + (expert * ((PLANES * COLS + 127) // 128) + column) * K_BLOCKS
-        b_scales_up = b_scales + ((PLANES - 1) * COLS // 128) * K_BLOCKS
-        if PLANES == 1:
-            # Asked for now, needed after the last product.
-            weight = gl.load(row_weights_ptr + row)
-            slot = gl.load(slots_ptr + first + gl.where(lane_out < rows, lane_out, 0)).to(gl.int64)
-        following_tile, _ = _place(gl.minimum(pid + gl.num_programs(0), total - 1), num_tiles, COLUMNS, GROUP_M)
-        expert_next = gl.load(tile_expert_ptr + following_tile)
-        first_next = gl.load(tile_row_ptr + following_tile)
-        rows_next = gl.load(tile_rows_ptr + following_tile)
-        for turn in gl.static_range(PLANES):
-            acc = gl.zeros([64, 128], gl.float32, mma)
-            a_scale_next = gl.load(a_scales)
-            b_scale_next = gl.load(b_scales)
-            up_scale_next = gl.load(b_scales_up)
-            for block in range(K_BLOCKS):
-                a_scale = a_scale_next
-                b_scale = b_scale_next
-                up_scale = up_scale_next
-                following = gl.minimum(block + 1, K_BLOCKS - 1)
-                a_scale_next = gl.load(a_scales + following)
-                b_scale_next = gl.load(b_scales + following)
-                up_scale_next = gl.load(b_scales_up + following)
-                stage = step % STAGES
-                mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-                part = gl.zeros([64, 128], gl.float32, mma)
-                b = b_bufs.index(stage).permute((1, 0))
-                part = warpgroup_mma(a_bufs.index(2 * stage + half), b, part, use_acc=False, is_async=True)
-                part = warpgroup_mma_wait(0, deps=(part,))
-                mbarrier.arrive(empty.index(stage), count=1)
-                if PLANES == 2:
-                    n = gl.arange(0, 128, layout=gl.SliceLayout(0, mma))
-                    acc += part * gl.where((n < BLOCK_N)[None, :], (a_scale * b_scale)[:, None], (a_scale * up_scale)[:, None])
-                else:
-                    acc += part * (a_scale * b_scale)[:, None]
-                step += 1
-            if PLANES == 2:
-                gate, up = acc.reshape([64, 2, BLOCK_N]).permute([0, 2, 1]).split()
-                if LIMIT is not None:
-                    gate = gl.minimum(gate, LIMIT)
-                    up = gl.maximum(gl.minimum(up, LIMIT), -LIMIT)
-                out = gate / (1.0 + gl.exp(-ALPHA * gate)) * (up + BETA)
-                if turn == 0:
-                    left = out
-        live = lane_out < rows
-        n_out = column * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, stored))
-        if PLANES == 2:
-            # Both turns share one scale, so that the second product's depth comes in blocks of 128 like its weights' scales.
-            both = gl.join(left, out).permute([0, 2, 1]).reshape([64, 128])
-            both = gl.convert_layout(both, mma)
-            scale = gl.maximum(gl.max(gl.abs(both), axis=1), 1e-10) / 448.0
-            q = gl.convert_layout((both / scale[:, None]).to(gl.float8e4nv), stored)
-            row_out = (first + lane_out).to(gl.int64)
-            gl.store(out_ptr + row_out[:, None] * COLS + n_out[None, :], q, mask=live[:, None])
-            gl.store(out_scale_ptr + row_out * COLUMNS + column, gl.convert_layout(scale, gl.SliceLayout(1, stored)), mask=live)
+        if TOP_K > 0:
+            a_scales = a_scale_ptr + (gl.load(slots_ptr + row) // TOP_K).to(gl.int64) * K_BLOCKS
         else:
-            y = gl.convert_layout((acc * weight[:, None]).to(out_ptr.dtype.element_ty), stored)
-            gl.store(out_ptr + slot[:, None] * COLS + n_out[None, :], y, mask=live[:, None])
+            a_scales = a_scale_ptr + row.to(gl.int64) * K_BLOCKS
+        if PLANES == 2:
+            b_scales = b_scale_ptr + (expert * SCALE_ROWS + column) * K_BLOCKS
+            b_scales_2 = b_scales + (COLS // 128) * K_BLOCKS
+            weight = a_scales  # neither is used
+            slot = a_scales
+        else:
+            b_scales = b_scale_ptr + (expert * SCALE_ROWS + 2 * column) * K_BLOCKS
+            b_scales_2 = b_scale_ptr + (expert * SCALE_ROWS + gl.minimum(2 * column + 1, SCALE_ROWS - 1)) * K_BLOCKS
+            # Asked for now, needed after the last product.
+            lane_out = base + gl.arange(0, 64, layout=gl.SliceLayout(1, stored))
+            slot = gl.load(slots_ptr + first + gl.where(lane_out < rows, lane_out, 0)).to(gl.int64)
+            weight = gl.load(row_weights_ptr + (gl.load(slots_ptr + row) if BY_SLOT else row))
+        tile, column_next = _place(following, num_tiles, COLUMNS, GROUP_M)
+        expert_next = gl.load(expert_ptr + tile)
+        first_next = gl.load(row_ptr + tile)
+        rows_next = gl.load(rows_ptr + tile)
+        if few:
+            _tile(
+                half, buffers, barriers, meeting, meetings, step, a_scales, b_scales, b_scales_2, (first, rows), column, weight, slot,
+                out_ptr, out_scale_ptr, DEPTH, COLS, PLANES, STAGES, LIMIT, ALPHA, BETA, TOP_K, True,
+            )  # fmt: skip
+            meetings += 1
+        else:
+            _tile(
+                half, buffers, barriers, meeting, meetings, step, a_scales, b_scales, b_scales_2, (first, rows), column, weight, slot,
+                out_ptr, out_scale_ptr, DEPTH, COLS, PLANES, STAGES, LIMIT, ALPHA, BETA, TOP_K, False,
+            )  # fmt: skip
+        step += K_BLOCKS
+        column = column_next
+        pid = following
+        turn += 1
 
 
 @gluon.jit
 def product_kernel(
-    a_desc,
+    a,
     b_desc,
     a_scale_ptr,
     b_scale_ptr,
@@ -249,46 +408,65 @@ def product_kernel(
     DEPTH: gl.constexpr,
     COLS: gl.constexpr,
     PLANES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
     LIMIT: gl.constexpr,
     ALPHA: gl.constexpr,
     BETA: gl.constexpr,
+    TOP_K: gl.constexpr,
+    BY_SLOT: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+    RING: gl.constexpr,
+    COPY_WARPS: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """PLANES 2: act[row] = SwiGLU(a[row] @ b.T) in fp8 and its scales; PLANES 1: y[slots[row]] = row_weights[row] * (a[row] @ b.T)."""
     swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, 64, 128], swizzled)
-    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 128, 128], swizzled)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    a_bufs = gl.allocate_shared_memory(b_desc.dtype, [2 * STAGES, 64, 128], swizzled)
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [2 * STAGES, 128, 128], swizzled)
+    ring = gl.allocate_shared_memory(gl.int32, [RING, 1], plain)
+    largest = gl.allocate_shared_memory(gl.float32, [4, 64], plain)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    posted = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=2)  # both multiplying warpgroups are done with it
-        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(ready.index(i), count=129 if TOP_K > 0 else 1)  # the copy engine, and each thread that fetches rows
+    for i in gl.static_range(RING):
+        mbarrier.init(posted.index(i), count=1)
+    mbarrier.init(met, count=2)
     fence_async_shared()
+    if PDL:
+        _wait_for_predecessor()
+    buffers = (a_bufs, b_bufs)
+    barriers = (empty, ready)
+    calls = (ring, posted)
+    meeting = (largest, met)
+    scales = (a_scale_ptr, b_scale_ptr)
+    tiles = (tile_expert_ptr, tile_row_ptr, tile_rows_ptr, num_tiles_ptr)
     gl.warp_specialize(
         [
             (
                 _multiply,
-                (0, a_bufs, b_bufs, empty, ready, a_scale_ptr, b_scale_ptr, slots_ptr, row_weights_ptr, tile_expert_ptr, tile_row_ptr,
-                 tile_rows_ptr, num_tiles_ptr, out_ptr, out_scale_ptr, DEPTH, COLS, PLANES, BLOCK_N, STAGES, GROUP_M,
-                 LIMIT, ALPHA, BETA),
+                (gl.constexpr(0), buffers, barriers, calls, meeting, scales, slots_ptr, row_weights_ptr, tiles, out_ptr, out_scale_ptr,
+                 DEPTH, COLS, PLANES, STAGES, GROUP_M, LIMIT, ALPHA, BETA, TOP_K, BY_SLOT, DYNAMIC, RING),
             ),
             (
                 _multiply,
-                (1, a_bufs, b_bufs, empty, ready, a_scale_ptr, b_scale_ptr, slots_ptr, row_weights_ptr, tile_expert_ptr, tile_row_ptr,
-                 tile_rows_ptr, num_tiles_ptr, out_ptr, out_scale_ptr, DEPTH, COLS, PLANES, BLOCK_N, STAGES, GROUP_M,
-                 LIMIT, ALPHA, BETA),
+                (gl.constexpr(1), buffers, barriers, calls, meeting, scales, slots_ptr, row_weights_ptr, tiles, out_ptr, out_scale_ptr,
+                 DEPTH, COLS, PLANES, STAGES, GROUP_M, LIMIT, ALPHA, BETA, TOP_K, BY_SLOT, DYNAMIC, RING),
             ),
             (
                 _copy,
-                (a_desc, b_desc, a_bufs, b_bufs, empty, ready, tile_expert_ptr, tile_row_ptr, num_tiles_ptr, DEPTH, COLS, PLANES,
-                 BLOCK_N, STAGES, GROUP_M),
+                (a, b_desc, buffers, barriers, calls, slots_ptr, tiles, DEPTH, COLS, PLANES, STAGES, GROUP_M, TOP_K, DYNAMIC, RING,
+                 COPY_WARPS),
             ),
         ],
-        [4, 1],
+        [4, COPY_WARPS],
         [MULTIPLY_REGISTERS, COPY_REGISTERS],
     )  # fmt: skip
 
@@ -306,18 +484,33 @@ def scatter_launch(*, dtype: torch.dtype, hidden: int, top_k: int, pdl: bool) ->
 
 
 def product_launches(
-    *, dtype: torch.dtype, hidden: int, inter: int, limit: float | None, alpha: float, beta: float, group_m: int, stages: int
+    *,
+    dtype: torch.dtype,
+    hidden: int,
+    inter: int,
+    top_k: int,
+    limit: float | None,
+    alpha: float,
+    beta: float,
+    group_m: int,
+    gather: bool,
+    pdl: bool,
 ) -> dict[str, Launch]:
-    """ "up" and "down", each over a grid of at most one program a multiprocessor."""
-    common: dict[str, Any] = {"STAGES": stages, "GROUP_M": group_m, "LIMIT": limit, "ALPHA": alpha, "BETA": beta}
-    common |= {"MULTIPLY_REGISTERS": MULTIPLY_REGISTERS, "COPY_REGISTERS": COPY_REGISTERS}
-    fp8, fp32, ints = torch.float8_e4m3fn, torch.float32, (torch.int32,) * 4
+    """ "up" and "down", each over a grid of at most one program a multiprocessor. gather: rows lie by token, their weights by slot."""
+    common: dict[str, Any] = {"LIMIT": limit, "ALPHA": alpha, "BETA": beta, "GROUP_M": group_m, "BY_SLOT": gather, "PDL": pdl}
+    common |= {"STAGES": STAGES, "RING": RING, "MULTIPLY_REGISTERS": MULTIPLY_REGISTERS, "COPY_REGISTERS": COPY_REGISTERS}
+    fp8, fp32, ints = torch.float8_e4m3fn, torch.float32, torch.int32
 
-    def launch(box_rows: int, params: tuple[Any, ...], **sizes: int) -> Launch:
-        descriptors = (Descriptor(fp8, (64, 128), swizzle=128), Descriptor(fp8, (box_rows, 128), swizzle=128))
-        return Launch(product_kernel, (*descriptors, fp32, fp32, torch.int32, *params), common | sizes, max_registers=REGISTERS)
+    def launch(rows: Any, results: tuple[Any, ...], fetched: int, **sizes: Any) -> Launch:
+        sizes |= {"TOP_K": fetched, "COPY_WARPS": 4 if fetched else 1}  # one warp copies boxes, four fetch rows
+        sizes["DYNAMIC"] = sizes["DEPTH"] >= COUNTED_DEPTH
+        weights = Descriptor(fp8, (128, 128), swizzle=128)
+        row_weights, out, out_scale = results
+        params = (rows, weights, fp32, fp32, ints, row_weights, ints, ints, ints, ints, out, out_scale)
+        return Launch(product_kernel, params, common | sizes, max_registers=REGISTERS, pdl=pdl)
 
+    box = Descriptor(fp8, (64, 128), swizzle=128)
     return {
-        "up": launch(64, (None, *ints, fp8, fp32), DEPTH=hidden, COLS=inter, PLANES=2, BLOCK_N=64),
-        "down": launch(128, (fp32, *ints, dtype, None), DEPTH=inter, COLS=hidden, PLANES=1, BLOCK_N=128),
+        "up": launch(fp8 if gather else box, (None, fp8, fp32), top_k if gather else 0, DEPTH=hidden, COLS=inter, PLANES=2),
+        "down": launch(box, (fp32, dtype, None), 0, DEPTH=inter, COLS=hidden, PLANES=1),
     }

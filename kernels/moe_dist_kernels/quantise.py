@@ -14,6 +14,16 @@ from moe_dist_kernels.launch import INT, Launch
 GROUPS = 8  # scale groups of one program
 
 
+@triton.jit
+def quantised(row_ptr, first, TYPE: tl.constexpr, HIDDEN: tl.constexpr, GROUPS: tl.constexpr):
+    """GROUPS scale groups of a row from group `first` on: (q [GROUPS, 128], scale [GROUPS], the columns and the groups)."""
+    group = first + tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x = tl.load(row_ptr + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-10) / 448.0
+    return (x * (1.0 / scale)[:, None]).to(TYPE), scale, column, group
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def quantise_kernel(x_ptr, q_ptr, scale_ptr, num_tokens, HIDDEN: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr):
     """q = x / scale in fp8 e4m3, scale = largest |x| of a group / 448. Example, a group of [1, -2, 0, ...]: scale 2/448, q [224, -448, 0, ...]."""
@@ -23,11 +33,8 @@ def quantise_kernel(x_ptr, q_ptr, scale_ptr, num_tokens, HIDDEN: tl.constexpr, G
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    group = (tl.program_id(0) % BLOCKS) * GROUPS + tl.arange(0, GROUPS)
-    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    x = tl.load(x_ptr + token * HIDDEN + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-10) / 448.0
-    q = (x / scale[:, None]).to(q_ptr.dtype.element_ty)
+    first = (tl.program_id(0) % BLOCKS) * GROUPS
+    q, scale, column, group = quantised(x_ptr + token * HIDDEN, first, q_ptr.dtype.element_ty, HIDDEN, GROUPS)
     tl.store(q_ptr + token * HIDDEN + column, q, mask=column < HIDDEN)
     tl.store(scale_ptr + token * ALL + group, scale, mask=group < ALL)
 

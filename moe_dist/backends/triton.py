@@ -32,7 +32,7 @@ _SORTED_FIELDS = {
     *(f"{side}_{name}" for side in ("up", "down") for name in ("stages", "tma", "persistent")),
 }
 _SORTED_FIELDS |= _DECODE_FIELDS
-_SPECIALISED_FIELDS = {"path", "group_m", "stages"}
+_SPECIALISED_FIELDS = {"path", "group_m", "gather"}
 _MOST_TACTICS = 24  # of one bucket: what a tuner can time within its budget
 _ANY = Bucket(1, 1 << 30)  # a bucket for "any count": the sorted path at its widest
 
@@ -62,9 +62,9 @@ def _sorted(block_m: int, up: _Product, down: _Product, *, group_m: int = 1, swa
     return Tactic("triton", tuple(sorted(params.items())))
 
 
-def _specialised(*, group_m: int) -> Tactic:
-    """The sorted path with warp-specialised products, with the most stages that fit."""
-    return Tactic.of("triton", path="specialised", group_m=group_m, stages=6)
+def _specialised(*, gather: bool, group_m: int = 8) -> Tactic:
+    """The sorted path with warp-specialised products."""
+    return Tactic.of("triton", path="specialised", group_m=group_m, gather=gather)
 
 
 # One family for batch invariance: whatever the batch, a row meets the same instructions in the same order.
@@ -304,7 +304,7 @@ def _plan(tactic: Tactic) -> Plan:
     if tactic["path"] == "decode" and fields == _DECODE_FIELDS:
         return DecodePlan(up=small("up"), down=small("down"))
     if tactic["path"] == "specialised" and fields == _SPECIALISED_FIELDS:
-        return SpecialisedPlan(group_m=_number(tactic, "group_m"), stages=_number(tactic, "stages"))
+        return SpecialisedPlan(group_m=_number(tactic, "group_m"), gather=_flag(tactic, "gather"))
     if tactic["path"] != "sorted" or fields != _SORTED_FIELDS:
         raise TypeError(
             f"path of {tactic} is {tactic['path']!r}; it must be 'decode', 'sorted' or 'specialised', with that path's parameters"
@@ -377,8 +377,9 @@ def _defaults(problem: MoEProblem, bucket: Bucket) -> list[Tactic]:
         wide = problem.local_intermediate >= 2048
         return [_decode((1, 2048, 4) if wide else (1, 1024, 1), (4, 256, 1) if small_depth or wide else (2, 512, 2))]
     found = [tactic for limit, tactics in (_FP8 if fp8 else _PLAIN) if rows <= limit for tactic in tactics]
-    # Narrow experts give the specialised products too few steps a tile to hide its end behind.
-    return [tactic for tactic in found if tactic["path"] != "specialised" or problem.local_intermediate >= 512]
+    # A copy of the rows in order pays when they are read often: once for every 128 columns of the activation.
+    ways = (_specialised(gather=False), _specialised(gather=True))
+    return [tactic for tactic in found if tactic not in ways or tactic == ways[problem.local_intermediate < 512 or rows <= 100]]
 
 
 # By rows at most: the default first, then what takes its place on cards or shapes without the copy engine.
@@ -426,7 +427,8 @@ _FP8: tuple[tuple[float, tuple[Tactic, ...]], ...] = (
     (
         float("inf"),
         (
-            _specialised(group_m=8),
+            _specialised(gather=False),
+            _specialised(gather=True),
             _sorted(64, (128, 128, 8, 4, "t"), (128, 128, 4, 3, "t"), group_m=8),
             _sorted(64, (64, 128, 4, 3, ""), (128, 64, 4, 4, ""), group_m=8),
         ),
@@ -493,6 +495,5 @@ def _worth_timing_fp8(slots: int, rows: float) -> Iterator[Tactic]:
                 yield _sorted(64, up, down, group_m=8)
         for down in ((128, 128, 4, 3, "t"), (128, 128, 4, 4, "t"), (128, 64, 4, 5, "t")):
             yield _sorted(64, (128, 128, 8, 4, "t"), down, group_m=8)
-    if rows > 40:
-        for group_m in (8, 4, 16):
-            yield _specialised(group_m=group_m)
+        for gather in (False, True):
+            yield _specialised(gather=gather)

@@ -97,16 +97,15 @@ def test_defaults_compile_without_spills(problem: MoEProblem, tokens: int, arch:
             assert used.matrix_unit == (("wgmma" if arch == 90 else "tcgen05") if wide else "mma.sync")
 
 
-def test_warp_specialised_products_compile_for_hopper() -> None:
-    """Two warpgroups multiply, one warp copies: wgmma with registers shared out anew, and six stages in 227 KB."""
+@pytest.mark.parametrize("gather", [False, True])
+def test_warp_specialised_products_compile_for_hopper(gather: bool) -> None:
+    """Two warpgroups multiply and others copy: wgmma with registers shared out anew, and four stages in 227 KB."""
     config = dataclasses.replace(QWEN.config, quant=QuantConfig(weight="fp8", granularity="block", block_shape=(128, 128)))
-    backend, problem = TritonBackend(), MoEProblem.of(config, routed=True)
-    plan = _plan(backend.default(problem, Bucket(16384, 16384), torch.device("cpu")))
-    assert isinstance(plan, SpecialisedPlan)
-    for name, launch in launches_of(problem, plan, pdl=True).items():
+    plan = SpecialisedPlan(group_m=8, gather=gather)
+    for name, launch in launches_of(MoEProblem.of(config, routed=True), plan, pdl=True).items():
         used = usage(launch, 90)
-        # triton 3.9 keeps 8 bytes of the down product on the stack, 3.6 none
-        assert used.stack_bytes <= (8 if name == "down" else 0), (name, used)
+        # Pointers that a tile starts with; triton 3.6 and 3.9 keep 0 to 56 bytes.
+        assert used.stack_bytes <= (64 if name in ("up", "down") else 0), (name, used)
         assert used.shared_bytes <= SHARED_LIMIT[90], (name, used)
         if name in ("up", "down"):
             assert used.matrix_unit == "wgmma"

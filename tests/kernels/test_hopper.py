@@ -12,22 +12,31 @@ from truth import experts_truth, relative_error
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="written in the instructions of compute capability 9.0"
 )
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize(
+    ("hidden", "inter"),
+    [
+        (384, 256),  # three scale blocks deep, the second product two; half of its last tile's columns are past the end
+        (1024, 896),  # deep enough that tiles are taken from a counter
+    ],
+)
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "finalize"),
     [
         (1, 4, 2, True),  # one row a tile, most of the 128 dead
-        (300, 3, 2, True),  # several tiles an expert, the last one partial, more tiles than one group of eight
-        (40, 60, 8, False),  # remote slots' rows must be zeros
+        (300, 3, 2, True),  # full and partial tiles of an expert, more tiles than one group of eight
+        (3000, 8, 2, True),  # several tiles a program
+        (40, 60, 8, False),  # remote slots' rows must be zeros; tiles of a few rows alone
     ],
 )
-def test_warp_specialised_products(tokens: int, experts: int, top_k: int, finalize: bool) -> None:
+def test_warp_specialised_products(tokens: int, experts: int, top_k: int, finalize: bool, hidden: int, inter: int, gather: bool) -> None:
     """Bits equal from run to run, and as near to truth as fp8 rows allow; a row of remote ids stays zero."""
     torch.manual_seed(tokens)
-    hidden, inter = 384, 256  # three scale blocks deep; the second product's depth is two
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     w13 = (torch.randn(experts, 2 * inter, hidden, device="cuda") * 0.2).to(torch.float8_e4m3fn)
     w2 = (torch.randn(experts, hidden, inter, device="cuda") * 0.2).to(torch.float8_e4m3fn)
-    s13, s2 = torch.rand(experts, 4, 3, device="cuda") + 0.5, torch.rand(experts, 3, 2, device="cuda") + 0.5
+    s13 = torch.rand(experts, 2 * inter // 128, hidden // 128, device="cuda") + 0.5
+    s2 = torch.rand(experts, hidden // 128, inter // 128, device="cuda") + 0.5
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int().cuda()
     ids[-1, 0] = -1
     weights = torch.rand(tokens, top_k, device="cuda")
@@ -43,7 +52,7 @@ def test_warp_specialised_products(tokens: int, experts: int, top_k: int, finali
         finalize=finalize,
         fp8=True,
     )
-    layer = Experts(shape, SpecialisedPlan(group_m=8, stages=4), w13=w13, w2=w2, w13_scale=s13, w2_scale=s2)
+    layer = Experts(shape, SpecialisedPlan(group_m=8, gather=gather), w13=w13, w2=w2, w13_scale=s13, w2_scale=s2)
     outs = []
     for _ in range(2):
         out = torch.full((tokens, hidden) if finalize else (tokens, top_k, hidden), torch.nan, device="cuda", dtype=torch.bfloat16)

@@ -64,7 +64,8 @@ WIDE = {
     "fp8": [
         _sorted(16, (64, 128, 4, 4, ""), (128, 64, 4, 4, ""), swap_ab=True),
         _sorted(64, (64, 128, 4, 4, "t"), (128, 64, 4, 5, "t"), group_m=8),
-        _specialised(group_m=8),
+        _specialised(gather=False),
+        _specialised(gather=True),
     ],
 }
 
