@@ -25,15 +25,14 @@ from torch._C._distributed_c10d import TCPStore
 from moe_dist.allreduce import GLOO, ONE_SHOT, FinalizeAllReduce, Runner, ServedAllReduce
 from moe_dist.bench.ranks import Outcome, Rank, RankHangs, Ranks, run_ranks
 from moe_dist.bench.simulated import SimulatedOperation
-from moe_dist.distributed.epoch import newest
+from moe_dist.distributed.epoch import published
 from moe_dist.distributed.group import RankGroup
 from moe_dist.distributed.symmetric import Arena, Refused
 from moe_dist.errors import GroupError, TuningError
-from moe_dist.stores.codec import decode_epoch
 from moe_dist.stores.degrade import Unavailable
 from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.tuning.policy import STRATEGIES, MeasurementPolicy
-from moe_dist.tuning.problem import BucketLadder, Epoch, Tactic
+from moe_dist.tuning.problem import BucketLadder, Tactic
 from moe_dist.tuning.tuner import Tuner
 
 RANKS = 3
@@ -199,9 +198,9 @@ def _intact(folder: Path, ended: Sequence[Outcome], served: str) -> bool:
     """After an error, everyone still serves the epoch that was committed before, and the store holds nothing newer."""
     if not any(outcome.error for outcome in ended):
         return True
-    stored: Epoch | None = newest(FilesystemStore(folder / "store"), DEPLOYMENT, lambda value: decode_epoch(value)[0])
+    stored = published(FilesystemStore(folder / "store"), DEPLOYMENT)
     kept = [path.read_text() for path in folder.glob("served-*")]
-    return stored is not None and stored.digest == served and all(text == served for text in kept) and bool(kept)
+    return bool(stored) and stored[0].table == served and all(text == served for text in kept) and bool(kept)
 
 
 # -- on a rank ---------------------------------------------------------------------------------------------------------------

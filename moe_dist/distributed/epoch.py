@@ -6,16 +6,17 @@ Knows keys and bytes; what an epoch's value says is the codec's business. A valu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+import dataclasses
+import re
+from typing import Protocol
 
 import msgpack
 
 from moe_dist.distributed.group import RankGroup
-from moe_dist.tuning.problem import digest
+from moe_dist.tuning.problem import Epoch, digest
 
-T = TypeVar("T")
 EPOCHS = "epochs"
+_NAME = re.compile(r"(\d{8,})-([0-9a-f]{16})-([0-9a-f]{32})")
 
 
 class ByteStore(Protocol):
@@ -40,26 +41,38 @@ def spread(group: RankGroup, store: ByteStore, key: str, value: bytes, *, held: 
     return (seen if seen is not None and found else sent), [group.names[rank] for rank in strangers]
 
 
+@dataclasses.dataclass(frozen=True, order=True)
+class EpochName:
+    """What the key of an epoch says of it. problems: a digest of the problems that its winners are of; table: the epoch's digest.
+
+    So nothing is overwritten: neither by a group of the same deployment that tunes other problems, as pipeline stages do, nor by a
+    replica that tunes the same ones at the same time.
+    """
+
+    number: int
+    problems: str
+    table: str
+
+    @classmethod
+    def of(cls, table: Epoch) -> EpochName:
+        return cls(
+            table.number, digest(sorted(digest(packed) for packed in {cell.problem.packed for cell in table.winners}))[:16], table.digest
+        )
+
+    def key(self, deployment: str) -> str:
+        return f"{folder(deployment)}/{self.number:08d}-{self.problems}-{self.table}"
+
+
 def folder(deployment: str) -> str:
     return f"{EPOCHS}/{digest(deployment)}"
 
 
-def publish(store: ByteStore, deployment: str, number: int, value: bytes) -> bool:
+def publish(store: ByteStore, table: Epoch, value: bytes) -> bool:
     """Make a committed epoch visible to joiners. False: it could not be published; until it is, nobody can join from here."""
-    return store.put(f"{folder(deployment)}/{number:08d}", value)
+    return store.put(EpochName.of(table).key(table.deployment), value)
 
 
-def newest(store: ByteStore, deployment: str, decode: Callable[[bytes], T | None]) -> T | None:
-    """The highest-numbered epoch of `deployment` that decodes; None: there is none."""
-    for key in reversed(store.list(folder(deployment))):
-        value = store.get(key)
-        decoded = decode(value) if value is not None else None
-        if decoded is not None:
-            return decoded
-    return None
-
-
-def newest_number(store: ByteStore, deployment: str) -> int:
-    """The highest number published for `deployment`, readable or not; 0: none."""
-    numbers = [int(tail) for key in store.list(folder(deployment)) if (tail := key.rpartition("/")[2]).isdigit()]
-    return max(numbers, default=0)
+def published(store: ByteStore, deployment: str) -> list[EpochName]:
+    """The epochs of `deployment`, readable or not, the newest first."""
+    found = (_NAME.fullmatch(key.rpartition("/")[2]) for key in store.list(folder(deployment)))
+    return sorted((EpochName(int(name[1]), name[2], name[3]) for name in found if name), reverse=True)

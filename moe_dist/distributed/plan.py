@@ -42,7 +42,7 @@ class CellOffer:
 class Offer:
     """Agree 1. settings and environment map names to plain values that must be equal (environments may be allowed to differ).
 
-    epoch, epoch_digest: the table that the rank serves from; stored: number and digest of the newest epoch in the leader's store.
+    epoch, epoch_digest: the table that the rank serves from.
     """
 
     settings: Mapping[str, Any]
@@ -51,7 +51,6 @@ class Offer:
     workspace_limit: int | None = None
     epoch: int = 0
     epoch_digest: str = ""
-    stored: tuple[int, str] = (0, "")
 
     def to_bytes(self) -> bytes:
         """Problems, modes, tactics and lists of candidates are written once each and named by their place."""
@@ -70,7 +69,7 @@ class Offer:
         listed = [[place(tactics, tactic) for tactic in choice] for choice in choices]
         packed: bytes = msgpack.packb({
             "settings": canonical(self.settings), "environment": canonical(self.environment), "limit": self.workspace_limit,
-            "epoch": [self.epoch, self.epoch_digest, self.stored], "cells": cells,
+            "epoch": [self.epoch, self.epoch_digest], "cells": cells,
             "problems": [[problem.operation, problem.fields] for problem in problems], "modes": list(modes),
             "tactics": [tactic.to_plain() for tactic in tactics], "choices": listed,
         })  # fmt: skip
@@ -88,9 +87,8 @@ class Offer:
             )
             for problem, mode, low, high, choice, hit, hit_epoch in plain["cells"]
         }
-        epoch, epoch_digest, stored = plain["epoch"]
         settings, environment = ({name: canonical(item) for name, item in plain[field]} for field in ("settings", "environment"))
-        return cls(settings, environment, cells, plain["limit"], epoch, epoch_digest, tuple(stored))
+        return cls(settings, environment, cells, plain["limit"], *plain["epoch"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +103,12 @@ class ProposedCell:
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """base: the digest of the epoch that all serve from, or None where they differ. number: that of the epoch to come; stored: the newest before it."""
+    """base: the digest of the epoch that all serve from, or None where they differ. served: the highest number of an epoch that a rank serves."""
 
     cells: tuple[ProposedCell, ...]
     workspace_limit: int | None
     base: str | None
-    number: int
-    stored: tuple[int, str]
+    served: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +153,7 @@ class Plan:
 
     cells: tuple[PlannedCell, ...]
     base: str | None
-    number: int
-    stored: tuple[int, str]
+    served: int
 
 
 def agree_offers(offers: Sequence[Offer], names: Sequence[int], *, mixed_environments: bool = False) -> Proposal:
@@ -184,9 +180,8 @@ def agree_offers(offers: Sequence[Offer], names: Sequence[int], *, mixed_environ
         proposed.append(ProposedCell(cell, default, (default, *sorted(others, key=str)), hits))
     limits = [offer.workspace_limit for offer in offers if offer.workspace_limit is not None]
     bases = {offer.epoch_digest for offer in offers}
-    stored = max(offer.stored for offer in offers)
-    number = 1 + max(stored[0], max(offer.epoch for offer in offers))
-    return Proposal(tuple(proposed), min(limits, default=None), bases.pop() if len(bases) == 1 else None, number, stored)
+    served = max(offer.epoch for offer in offers)
+    return Proposal(tuple(proposed), min(limits, default=None), bases.pop() if len(bases) == 1 else None, served)
 
 
 def lacked_hits(proposal: Proposal, offers: Sequence[Offer]) -> dict[bytes, int]:
@@ -234,7 +229,7 @@ def agree_plan(proposal: Proposal, answers: Sequence[Answer], names: Sequence[in
             raise NothingRunnable(f"{proposed.cell}: no candidate can run on all ranks: {listing}")
         ranks = everyone if len(present) == len(said) else tuple(rank for rank in everyone if answers[rank].cells[at] is not None)
         planned.append(PlannedCell(proposed.cell, proposed.default, serve, tuple(runnable), tuple(rejected), ranks))
-    return Plan(tuple(planned), proposal.base, proposal.number, proposal.stored)
+    return Plan(tuple(planned), proposal.base, proposal.served)
 
 
 def _brief(reasons: tuple[str | None, ...]) -> int | list[str | None]:

@@ -134,13 +134,6 @@ def decode_epoch(data: bytes, *, deployment: str | None = None, number: int | No
     return epoch, entries
 
 
-def check_epoch(data: bytes, deployment: str) -> None:
-    """Malformed: these bytes are damaged, or no epoch of `deployment`. Half the work of taking it apart."""
-    found = _unseal(data, "epoch", _EPOCH_FIELDS, MAX_EPOCH_BYTES)["deployment"]
-    if found != deployment:
-        raise Malformed(f"the epoch of deployment {found!r} lies where {deployment!r} was asked for")
-
-
 def _seal(body: dict[str, Any], limit: int) -> bytes:
     content: bytes = msgpack.packb(body, use_bin_type=True)
     # The same map with one field more: a map of up to 15 fields begins with the byte 0x80 + their number.

@@ -6,21 +6,26 @@ A rank that starts later takes these steps with its own group alone, none with r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+
+import msgpack
 
 from moe_dist.distributed import converge, epoch
 from moe_dist.distributed.group import RankGroup
 from moe_dist.distributed.symmetric import Arena, Refused, reserve
 from moe_dist.errors import PassAborted
 from moe_dist.stores.base import Store
-from moe_dist.stores.codec import Malformed, check_epoch, decode_epoch
+from moe_dist.stores.codec import Malformed, decode_epoch
 from moe_dist.tuning.identity import Environment
 from moe_dist.tuning.misses import differences, environment_of
 from moe_dist.tuning.pins import Pins
-from moe_dist.tuning.problem import Cell, Epoch, Operation, Problem, Tactic
+from moe_dist.tuning.problem import Cell, Epoch, Operation, Problem, Tactic, digest
 
 log = logging.getLogger("moe_dist.tuning")
+
+_NOTHING = "there is no committed epoch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +35,14 @@ class Committed:
     value: bytes
     epoch: Epoch
     entries: Mapping[str, bytes]
+
+    @functools.cached_property
+    def problems(self) -> frozenset[str]:
+        """Digests of the problems that its winners are of."""
+        return frozenset(digest(packed) for packed in {cell.problem.packed for cell in self.epoch.winners})
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch.number} of problems {_listed(self.problems)}"
 
 
 def read_committed(value: bytes, deployment: str) -> Committed | None:
@@ -41,9 +54,33 @@ def read_committed(value: bytes, deployment: str) -> Committed | None:
         return None
 
 
-def newest_committed(store: Store, deployment: str) -> Committed | None:
-    """The newest epoch of `deployment` that can be read; None: there is none."""
-    return epoch.newest(store, deployment, lambda value: read_committed(value, deployment))
+def choose_committed(store: Store, deployment: str, wanted: Collection[str] = ()) -> tuple[Committed | None, str]:
+    """The newest epoch of `deployment` that holds most of the problems `wanted` (their digests); none wanted: the newest.
+
+    None: there is none, or the reason why none is chosen: groups that tune other problems may publish under one deployment, as the
+    stages of a pipeline do, and an epoch of theirs would leave this group's layers to their defaults.
+    """
+    newest: dict[str, Committed] = {}  # of each set of problems
+    for name in epoch.published(store, deployment):
+        if name.problems not in newest:
+            value = store.get(name.key(deployment))
+            if value is not None and (found := read_committed(value, deployment)) is not None:
+                newest[name.problems] = found
+    if not newest:
+        return None, ""
+    candidates = [found for found in newest.values() if found.problems] or list(newest.values())
+    if not wanted:
+        apart = [other for other in candidates[1:] if not other.problems & candidates[0].problems]
+        if not apart:
+            return candidates[0], ""
+        return None, (
+            f"groups that tune different problems have published under deployment {deployment!r}: {candidates[0]} and {apart[0]}; record "
+            "this group's operations before it reloads, or give each group a deployment name of its own"
+        )
+    best = max(candidates, key=lambda found: (len(found.problems & set(wanted)), found.epoch.number))
+    if best.problems & set(wanted):
+        return best, ""
+    return None, f"deployment {deployment!r} has no epoch of the problems recorded or served here ({_listed(wanted)}): it has {best}"
 
 
 def adopt_newest(
@@ -55,40 +92,37 @@ def adopt_newest(
     arena: Arena | None,
     pins: Pins,
 ) -> tuple[Committed | None, Arena | None]:
-    """The epoch that all ranks of `group` adopt, the leader's newest of the deployment they serve, and the arena to serve with.
+    """The epoch that all ranks of `group` adopt, the leader's choice among the deployment's that they serve, and the arena to serve with.
 
     None, said in the log: there is no such epoch, or a rank can't serve it, or has pins on another. PassAborted: a rank can't have the symmetric memory.
     """
     with group.open_pass("reload"):
-        newest = _newest_whole(store, serving.deployment) if group.is_leader else None
-        value = group.exchange("reload", newest or b"")[0]
-        found = read_committed(value, serving.deployment) if value else None  # on all ranks at once
-        missing = "it can't be read here" if value else "there is no committed epoch"
+        here = {problem.packed for problem in records} | {cell.problem.packed for cell in serving.winners}
+        problems = group.exchange("reload-problems", msgpack.packb(sorted(digest(packed) for packed in here)))
+        wanted = {problem for word in dict.fromkeys(problems) for problem in msgpack.unpackb(word)}
+        # Every rank chooses and takes apart while the leader does: in a shared store it is the same one, and no byte of it is sent.
+        found, missing = choose_committed(store, serving.deployment, wanted)
+        value = group.exchange("reload", found.value if found else b"", reads={0})[0]
+        if found is None or found.value != value:
+            found = read_committed(value, serving.deployment) if value else None
+            missing = "it can't be read here" if value else missing
         held = pins.why_not_replace() if found and found.epoch.digest != serving.digest else None
-        reason = (held or _why_not(found, environment, records)) if found else missing
-        reasons = [word.decode() for word in group.exchange("reload-accept", (reason or "").encode())]
-        refused = [f"rank {name}: {said}" for name, said in zip(group.names, reasons, strict=True) if said]
+        reason = (held or _why_not(found, environment, records) or "") if found else missing or _NOTHING
+        said = msgpack.packb([reason, found.epoch.digest if found else "", serving.digest])
+        answers = [msgpack.unpackb(word) for word in group.exchange("reload-accept", said)]
+        refused = [f"rank {name}: {against}" for name, (against, _, _) in zip(group.names, answers, strict=True) if against]
         table = found.epoch if found and not refused else serving
-        digests = [word.decode() for word in group.exchange("decide", table.digest.encode())]
-        converge.require_one_digest(digests, group.names, "epochs")
+        converge.require_one_digest([served if refused else chosen for _, chosen, served in answers], group.names, "epochs")
         if table is not serving and any(winner.tactic.collective or winner.default.collective for winner in table.winners.values()):
             arena = reserve_for(group, table, records, arena)
         group.commit(table.digest)
-    if found is not None and refused:
+    if refused and answers[0][0] != _NOTHING:
         log.warning("the committed epoch is not adopted: %s", refused[0])
     return (found if not refused else None), arena
 
 
-def _newest_whole(store: Store, deployment: str) -> bytes | None:
-    def whole(value: bytes) -> bytes | None:
-        try:
-            check_epoch(value, deployment)
-        except Malformed as error:
-            log.warning("a stored epoch is passed over: %s", error)
-            return None
-        return value
-
-    return epoch.newest(store, deployment, whole)
+def _listed(problems: Collection[str]) -> str:
+    return ", ".join(problem[:8] for problem in sorted(problems)[:3]) + (" ..." if len(problems) > 3 else "")
 
 
 def _why_not(found: Committed, environment: Environment, records: Mapping[Problem, Operation]) -> str | None:

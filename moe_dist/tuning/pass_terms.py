@@ -93,7 +93,7 @@ class Decided:
 class PassOutcome:
     """epoch: the table to serve from; arena: the symmetric memory that its tactics need. keys: the key digest of each cell of the plan.
 
-    measured: candidates timed; hits: cells served from entries; compiled: kernels, ahead of the timing.
+    stored: the leader's store holds this epoch already. measured: candidates timed; hits: cells served from entries; compiled: kernels, ahead of the timing.
     """
 
     epoch: Epoch
@@ -103,7 +103,7 @@ class PassOutcome:
     hits: int
     rejected: tuple[tuple[Cell, Tactic, str], ...]
     entries: Mapping[Cell, bytes]
-    stored: tuple[int, str]
+    stored: bool
     arena: Arena | None = None
     compiled: int = 0
 

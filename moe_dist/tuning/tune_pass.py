@@ -16,12 +16,12 @@ from typing import Protocol, TypeVar, runtime_checkable
 import msgpack
 
 from moe_dist.distributed import converge, epoch, plan
-from moe_dist.distributed.group import RankGroup
+from moe_dist.distributed.group import RankGroup, bundle, unbundle
 from moe_dist.distributed.symmetric import Arena
 from moe_dist.stores.base import Store
 from moe_dist.stores.codec import Malformed, decode_entry, encode_entry, encode_epoch
 from moe_dist.stores.memory import MemoryStore
-from moe_dist.tuning.adoption import newest_committed, reserve_for
+from moe_dist.tuning.adoption import read_committed, reserve_for
 from moe_dist.tuning.apart import Apart
 from moe_dist.tuning.identity import Environment, Key
 from moe_dist.tuning.journal import Journal
@@ -138,17 +138,7 @@ class TunePass:
             workspace_limit=self._workspace_limit,
             epoch=self._serving.number,
             epoch_digest=self._serving.digest,
-            stored=self._stored_epoch() if self._group.is_leader else (0, ""),
         )
-
-    def _stored_epoch(self) -> tuple[int, str]:
-        """Number and digest of the deployment's newest epoch in the store; no digest: it can't be adopted in this environment."""
-        deployment = self._settings.deployment
-        newest = newest_committed(self._store, deployment)
-        if newest is None:
-            return epoch.newest_number(self._store, deployment), ""
-        fits = all(path.startswith(f"{self._environment.folder}/") for path in newest.entries)
-        return newest.epoch.number, newest.epoch.digest if fits else ""
 
     def _share_hits(self, lacked: Mapping[bytes, int]) -> None:
         """Entries whose digests were offered, to the ranks that lack them, from the first that holds each."""
@@ -296,21 +286,37 @@ class TunePass:
             winners[outcome.cell] = Winner(outcome.winner.tactic, outcome.winner.median_us, outcome.default, default_us, "tuned")
             if outcome.cell not in kept and (made := outcome.entry(self._key(outcome.cell))) is not None:
                 kept[outcome.cell] = made
-        table = Epoch(agreed.number, self._settings.deployment, winners)
-        if table.digest == agreed.stored[1]:
-            table = dataclasses.replace(table, number=agreed.stored[0])  # nothing new: no joiner needs another epoch
-        digests = [word.decode() for word in self._group.exchange("decide", table.digest.encode())]
-        converge.require_one_digest(digests, self._group.names, "winner tables")
+        table = Epoch(0, self._settings.deployment, winners)
+
+        def conclude(words: list[bytes]) -> bytes:
+            """The leader's part: what all ranks hold, and the number that its store has free."""
+            packed: bytes = msgpack.packb([bundle(words), *self._number(table, agreed.served)])
+            return packed
+
+        held, number, stored = msgpack.unpackb(self._group.reduce("decide", table.digest.encode(), conclude))
+        converge.require_one_digest([word.decode() for word in unbundle(held)], self._group.names, "winner tables")
         return PassOutcome(
-            epoch=table,
+            epoch=dataclasses.replace(table, number=number),
             cells=tuple(planned.cell for planned in agreed.cells),
             keys={planned.cell: self._key(planned.cell).digest for planned in agreed.cells},
             measured=sum(len(planned.tactics) for planned in agreed.cells if planned.serve is None and self._settings.measure),
             hits=len(hits),
             rejected=tuple((outcome.cell, tactic, reason) for outcome in decided for tactic, reason in outcome.rejected),
             entries=kept,
-            stored=agreed.stored,
+            stored=stored,
         )
+
+    def _number(self, table: Epoch, served: int) -> tuple[int, bool]:
+        """What the leader's store says: the number of `table`, and whether it is there already, so that no joiner needs another."""
+        deployment, ours = self._settings.deployment, epoch.EpochName.of(table)
+        there = epoch.published(self._store, deployment)
+        alike = next((name for name in there if name.problems == ours.problems), None)
+        if alike is not None and alike.table == ours.table:
+            value = self._store.get(alike.key(deployment))
+            found = read_committed(value, deployment) if value is not None else None
+            if found is not None and all(path.startswith(f"{self._environment.folder}/") for path in found.entries):
+                return alike.number, True  # an epoch of another environment can't be adopted here
+        return 1 + max(served, there[0].number if there else 0), False
 
     def _publish(self, outcome: PassOutcome) -> None:
         """The leader's part after the commit, best effort: entries (one per environment), then the epoch that joiners adopt."""
@@ -322,12 +328,12 @@ class TunePass:
             for environment in self._environments:
                 rekeyed = dataclasses.replace(decode_entry(entry), key=pack(self._key(cell, environment).canonical()))
                 self._store.put(self._key(cell, environment).path, encode_entry(rekeyed))
-        if (outcome.epoch.number, outcome.epoch.digest) == outcome.stored:
+        if outcome.stored:
             return
         paths = [self._key(cell).path for cell in outcome.epoch.winners]
         fresh = {self._key(cell).path: entry for cell, entry in outcome.entries.items()}
         embedded = {path: value for path in paths if (value := fresh.get(path) or self._memory.get(path)) is not None}
-        published = epoch.publish(self._store, self._settings.deployment, outcome.epoch.number, encode_epoch(outcome.epoch, embedded))
+        published = epoch.publish(self._store, outcome.epoch, encode_epoch(outcome.epoch, embedded))
         if not published and not isinstance(self._store, MemoryStore):  # from a process's own memory nobody joins anyway
             log.warning("epoch %d could not be published to %s: nobody can join until it is", outcome.epoch.number, self._store.url)
 

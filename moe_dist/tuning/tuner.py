@@ -70,8 +70,8 @@ class Tuner:
     store: an open `Store`, or a URL or folder for `open_store`. policy: how time is taken.
     group: a torch.distributed ProcessGroup or a `RankGroup`; None: alone. All ranks of a group give equal settings.
     strategy: "reduce", "shard" or "reload"; objective: "max" or "mean" over ranks. ladder: the buckets.
-    budget: how long measuring may take in one pass; None: no limit. deployment: whose epochs these are; give groups that
-        tune other problems into one store other names, since a joiner adopts the newest.
+    budget: how long measuring may take in one pass; None: no limit. deployment: whose epochs these are; groups that
+        tune other problems may share it, since a joiner adopts the newest that holds its problems.
     device: whose environment keys the results; None: the CUDA device if there is one, else the CPU.
     versions: of foreign backends in the pool, part of the environment. workspace_limit: bytes a tactic may need.
     mixed_environments: ranks may differ in environment; then each environment gets its entry.
@@ -192,9 +192,10 @@ class Tuner:
         )
 
     def reload(self) -> bool:
-        """Adopt the deployment's newest committed epoch from the store; in a group all ranks call it and adopt the leader's.
+        """Adopt the deployment's newest committed epoch from the store: of the problems recorded or served here, of any where there are
+        none. In a group all ranks call it and adopt the leader's.
 
-        True: adopted. False: there is none, or a rank can't serve it (its environment differs, a backend objects, or it is pinned
+        True: adopted. False: there is none, or it can't be told which, or a rank can't serve it (its environment differs, a backend objects, or it is pinned
         to another epoch), said in the log.
         Symmetric memory is reserved for the operations recorded so far. PassAborted: a rank can't have it.
         """

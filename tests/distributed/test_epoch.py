@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from moe_dist.distributed.epoch import spread
+from moe_dist.distributed.epoch import EpochName, folder, publish, published, spread
 from moe_dist.distributed.group import RankGroup
 from moe_dist.stores.memory import MemoryStore
+from moe_dist.tuning.problem import Epoch, digest
 
 VALUE = b"table" * 100  # long enough to be sent apart from the words
 
@@ -64,3 +65,23 @@ def test_a_group_of_one_keeps_what_it_has() -> None:
     group = RankGroup.alone()
     group.begin_pass()
     assert spread(group, MemoryStore(), "at/key", VALUE, held=False) == (VALUE, [])
+
+
+# -- names -------------------------------------------------------------------------------------------------------------------
+
+
+def test_epochs_are_listed_newest_first_and_what_has_another_name_is_none() -> None:
+    store = MemoryStore()
+    tables = [Epoch(number, "d") for number in (9, 10, 123456789)]  # beyond eight digits the order of keys is no longer that of numbers
+    for table in tables:
+        publish(store, table, b"value")
+    publish(store, Epoch(11, "other deployment"), b"value")
+    for foreign in ("00000012", "notes", "00000013-aa-bb"):
+        store.put(f"{folder('d')}/{foreign}", b"value")
+    assert [name.number for name in published(store, "d")] == [123456789, 10, 9]
+    assert [store.get(name.key("d")) for name in published(store, "d")] == [b"value"] * 3
+
+
+def test_a_name_says_number_problems_and_table() -> None:
+    table = Epoch(7, "d")
+    assert EpochName.of(table).key("d") == f"epochs/{digest('d')}/00000007-{digest([])[:16]}-{table.digest}"

@@ -21,6 +21,7 @@ from fakes import FakeOperation
 from ranks import Rank, Ranks, run_ranks, wait_for
 
 from moe_dist.allreduce import FinalizeAllReduce
+from moe_dist.distributed.group import RankGroup
 from moe_dist.distributed.plan import Offer
 from moe_dist.errors import GroupError, PassAborted
 from moe_dist.stores.codec import decode_entry
@@ -430,7 +431,7 @@ def calls_otherwise(rank: Rank, call: str) -> Any:
 def test_a_reload_beside_a_pass_is_an_error_that_says_so_to_all(tmp_path: Path) -> None:
     outcomes = run_ranks(calls_otherwise, 3, tmp_path, "reload")
     assert {outcome.value[:2] for outcome in outcomes} == {("CallsDiffer", (1,))}, outcomes
-    assert "rank 1 in reload, step reload" in outcomes[0].value[2]
+    assert "rank 1 in reload, step reload-problems" in outcomes[0].value[2]
     assert "the rest in run_pass, step agree-1" in outcomes[0].value[2]
 
 
@@ -457,6 +458,47 @@ def test_a_joiner_adopts_the_running_epoch_alone(strategy: str, tmp_path: Path) 
     served = run_ranks(tune, 2, tmp_path, strategy, one_operation)
     joined = run_ranks(joins, 1, tmp_path)
     assert joined[0].value == (True, 1, served[0].value[3])
+
+
+def stage_of_a_pipeline(rank: Rank) -> Any:
+    """Ranks 0 and 1 are stage a, 2 and 3 stage b, with one deployment name and one store; all tune at once, then each stage reloads.
+
+    ((problems of its epoch, digest) before and after the reload, and of a joiner that records nothing but its stage's problem).
+    """
+    stage, store = "ab"[rank.index // 2], dist.TCPStore("127.0.0.1", rank.port, is_master=False, wait_for_workers=False)
+    names = [rank.index // 2 * 2 + other for other in range(2)]
+    deadlines = {"progress_timeout": timedelta(seconds=20), "cap": timedelta(seconds=60)}
+    group = RankGroup(store, rank.index % 2, 2, names=names, scope=f"stage-{stage}", **deadlines)
+    settings: dict[str, Any] = {
+        "store": str(rank.folder / "store"), "deployment": "one", "device": "cpu", "ladder": BucketLadder((1,)), "policy": POLICY
+    }  # fmt: skip
+
+    def served(tuner: Tuner) -> tuple[set[Any], str]:
+        return {cell.problem.fields[0][1] for cell in tuner.epoch.winners}, tuner.epoch.digest
+
+    with Tuner(group=group, **settings) as tuner:
+        tuner.record(FakeOperation(stage, COSTS))
+        tuner.run_pass()
+        tuned = served(tuner)
+        rank.mark(f"tuned-{rank.index}")
+        for other in range(4):
+            rank.wait(f"tuned-{other}")
+        assert tuner.reload()
+        reloaded = served(tuner)
+    with Tuner(**settings) as joiner:
+        joiner.record(FakeOperation(stage, COSTS))
+        assert joiner.reload()
+        return stage, tuned, reloaded, served(joiner)
+
+
+def test_stages_of_one_deployment_keep_their_own_epochs(tmp_path: Path) -> None:
+    outcomes = run_ranks(stage_of_a_pipeline, 4, tmp_path)
+    assert [outcome.error for outcome in outcomes] == [""] * 4, outcomes
+    for outcome in outcomes:
+        stage, tuned, reloaded, joined = outcome.value
+        assert tuned == reloaded == joined
+        assert tuned[0] == {stage}
+    assert len({outcome.value[1][1] for outcome in outcomes}) == 2
 
 
 def reloads(rank: Rank) -> Any:

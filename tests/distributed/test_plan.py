@@ -102,9 +102,9 @@ def test_the_least_workspace_limit_holds_for_all() -> None:
     assert propose(offer(), offer()).workspace_limit is None
 
 
-def test_the_new_epoch_follows_the_newest_that_anybody_knows() -> None:
-    proposal = propose(offer(epoch=4, epoch_digest="x", stored=(6, "y")), offer(epoch=5, epoch_digest="x"))
-    assert (proposal.number, proposal.stored, proposal.base) == (7, (6, "y"), "x")
+def test_the_newest_epoch_that_is_served_and_whether_all_serve_one_are_agreed() -> None:
+    proposal = propose(offer(epoch=4, epoch_digest="x"), offer(epoch=5, epoch_digest="x"))
+    assert (proposal.served, proposal.base) == (5, "x")
     assert propose(offer(epoch_digest="x"), offer(epoch_digest="z")).base is None, "ranks that serve different tables share no base"
 
 
@@ -210,7 +210,7 @@ def test_an_offer_survives_its_bytes() -> None:
             cell("a"): offered(PLAIN, FAST, hit=b"\x00\xff", hit_epoch=9),
             cell("b", 4): CellOffer(Tactic.of("x", collective=True, tile=64, fast=True, ratio=0.5, kind=None), ()),
         },
-        workspace_limit=1 << 40, epoch=3, epoch_digest="d", stored=(2, "e"),
+        workspace_limit=1 << 40, epoch=3, epoch_digest="d",
     )  # fmt: skip
     assert Offer.from_bytes(whole.to_bytes()) == whole
     assert Offer.from_bytes(offer().to_bytes()) == offer()

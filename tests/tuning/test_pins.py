@@ -212,7 +212,7 @@ def publish(store: MemoryStore, number: int, value: float) -> None:
     problem = MoEProblem.of(CONFIG, routed=True).key()
     winner = Winner(Tactic.of("table", value=value), 1.0, Tactic.of("table", value=0.0), 2.0, "tuned")
     table = Epoch(number, "test", {Cell(problem, mode, Bucket(1, 8)): winner for mode in ("eager", "cuda_graph")})
-    epochs.publish(store, "test", number, encode_epoch(table, {}))
+    epochs.publish(store, table, encode_epoch(table, {}))
 
 
 def batch(device: torch.device) -> tuple[md.MoEActivationPack, md.MoEWeightPack]:
