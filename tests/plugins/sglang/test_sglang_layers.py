@@ -286,6 +286,20 @@ def test_routed_scaling_is_applied_once(monkeypatch: pytest.MonkeyPatch, on_cuda
     torch.testing.assert_close(out, scale * (rows(layer, x, ids) * weights[..., None]).sum(1), rtol=1e-4, atol=1e-4)
 
 
+def test_fused_shared_experts_count_once_beside_the_scaled_routed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's router gives the last ids to them, with a weight that the factor makes 1."""
+    from moe_dist_sglang import layers
+
+    monkeypatch.setattr(layers, "is_cuda", lambda: True)
+    layer = layer_of(routed_scaling_factor=2.5, num_fused_shared_experts=1)
+    x, weights, ids = inputs()
+    ids = torch.stack([ids[:, 0].clamp(-1, 6), torch.full((TOKENS,), 7, dtype=torch.int32)], 1)
+    weights = torch.stack([weights[:, 0], torch.full((TOKENS,), 1 / 2.5)], 1)
+    out = call(layer, core_of(layer), x, standard(weights, ids))
+    each = rows(layer, x, ids)
+    torch.testing.assert_close(out, 2.5 * weights[:, :1] * each[:, 0] + each[:, 1], rtol=1e-4, atol=1e-4)
+
+
 def test_router_weight_on_the_input_for_top_1() -> None:
     layer = layer_of(apply_router_weight_on_input=True, top_k=1)
     x, weights, ids = inputs()
