@@ -514,6 +514,57 @@ def test_a_group_reloads_what_its_leader_holds(tmp_path: Path) -> None:
     assert [outcome.value for outcome in outcomes] == [(True, 1, served[0].value[3])] * 2
 
 
+def reloads_elsewhere(rank: Rank, field: str, other: Any) -> Any:
+    """Rank 1 comes back on another machine: (what each reload gave, whether the epoch is still the one before)."""
+    with make_tuner(rank, "reduce", ladder=BucketLadder((1,))) as tuner:
+        tuner.record(FakeOperation("a", COSTS))
+        tuner.run_pass()
+        before = tuner.epoch
+        if rank.index == 1:
+            tuner.environment = dataclasses.replace(tuner.environment, **{field: other})
+        return tuner.reload(), tuner.epoch is before, tuner.epoch.digest
+
+
+# What an agreement refuses, a reload refuses, too: no rank adopts what one of them can't serve.
+@pytest.mark.parametrize(("field", "other"), [("device_name", "another GPU"), ("backends", (("flashinfer", "0.7.2"),))])
+def test_no_rank_adopts_an_epoch_that_one_can_not_serve(field: str, other: Any, tmp_path: Path) -> None:
+    outcomes = run_ranks(reloads_elsewhere, 3, tmp_path, field, other)
+    assert [outcome.error for outcome in outcomes] == [""] * 3, outcomes
+    assert [outcome.value[:2] for outcome in outcomes] == [(False, True)] * 3
+    assert len({outcome.value[2] for outcome in outcomes}) == 1
+
+
+@pytest.mark.parametrize("step", ["agree-1", "measure-0-0", "decide"])
+@pytest.mark.parametrize("strategy", ["reduce", "reload"])
+def test_late_words_of_a_former_pass_change_nothing_in_any_phase(strategy: str, step: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(hears_late_words, 2, tmp_path, strategy, step)
+    assert [outcome.error for outcome in outcomes] == ["", ""], outcomes
+    assert {outcome.value for outcome in outcomes} == {("quick", 2)}
+
+
+def hears_late_words(rank: Rank, strategy: str, step: str) -> Any:
+    """In its second pass rank 1 repeats all that it could have said in the first one, before it says its word of `step`."""
+    with make_tuner(rank, strategy, ladder=BucketLadder((1,))) as tuner:
+        tuner.record(FakeOperation("a", COSTS))
+        tuner.run_pass()
+        tuner.record(FakeOperation("b", COSTS))
+        meet = tuner.group._meet
+
+        def late(at: str, said: bytes, conclude: Any) -> bytes:
+            if rank.index == 1 and (at == step or (at == "reload-published" and step.startswith("measure"))):
+                for word in range(1, 9):
+                    for tail in ("0", "1", "all", "bytes/0", "bytes/1"):
+                        tuner.group._store.set(f"group/1/1/{word:06d}/{tail}", "late")
+                tuner.group._store.set("group/1/1/verdict", "late")
+                rank.mark("late")
+            return meet(at, said, conclude)
+
+        tuner.group._meet = late  # type: ignore[method-assign]
+        report = tuner.run_pass()
+        assert (rank.folder / "mark-late").exists()
+        return table(report)["b 1"], report.epoch
+
+
 def two_on_one_group(rank: Rank) -> Any:
     group = rank.group()
     try:
