@@ -106,6 +106,22 @@ def test_fp8_blocks_have_a_default_and_a_bounded_list_too(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("inter", "tokens", "path", "gather"),
+    [
+        (2048, 1, "decode", None),  # one token, experts of any width
+        (2048, 4, "sorted", None),  # wide experts hit twice
+        (2048, 2048, "specialised", True),  # 64 rows an expert: fetched
+        (2048, 16384, "specialised", False),  # 512 rows, read 16 times: copied in order
+        (256, 16384, "specialised", True),  # read twice: fetched
+    ],
+)
+def test_fp8_default_by_rows_and_width(inter: int, tokens: int, path: str, gather: bool | None) -> None:
+    config = MoEConfig(routing=RoutingConfig(256, 8), experts=ExpertConfig(hidden_size=7168, intermediate_size=inter), quant=FP8)
+    default = BACKEND.default(MoEProblem.of(config, routed=True), Bucket(tokens, tokens), CPU)
+    assert (default["path"], dict(default.params).get("gather")) == (path, gather)
+
+
+@pytest.mark.parametrize(
     ("parts", "reason"),
     [
         ({"activation": ActivationConfig("relu2")}, "know fp8 weights, SwiGLU"),
