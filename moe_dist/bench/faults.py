@@ -382,5 +382,6 @@ def _meet(fault: Fault, rank: Rank, tuner: Tuner, group: RankGroup, client: TCPS
         case "another job publishes in between":
             with Tuner(store=f"{rank.folder}/store", policy=POLICY, ladder=LADDER, deployment=DEPLOYMENT, device="cpu",
                        versions={"foreign": "1"}) as other:  # fmt: skip
+                other.record(SimulatedOperation("base", COSTS))  # its epoch holds what these ranks serve, too, and is newer
                 other.record(SimulatedOperation("other job", COSTS))
                 other.run_pass()

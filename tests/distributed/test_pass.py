@@ -460,6 +460,26 @@ def test_a_joiner_adopts_the_running_epoch_alone(strategy: str, tmp_path: Path) 
     assert joined[0].value == (True, 1, served[0].value[3])
 
 
+def reloads_from_a_newer_store(rank: Rank) -> Any:
+    """Rank 1 finds a newer epoch than the leader does, as when another job publishes between two ranks' looks."""
+    folder = str(rank.folder / ("store" if rank.index == 0 else "newer"))
+    if rank.index == 1:
+        with Tuner(store=folder, deployment="test", device="cpu", policy=POLICY, ladder=BucketLadder((1, 4))) as other:
+            for name in "abc":
+                other.record(FakeOperation(name, COSTS))
+                other.run_pass()
+            assert other.epoch.number == 3
+    with make_tuner(rank, "reduce", store=folder, progress_timeout=20.0) as tuner:
+        tuner.record(FakeOperation("a", COSTS))
+        return tuner.reload(), tuner.epoch.number, tuner.epoch.digest
+
+
+def test_a_rank_that_finds_a_newer_epoch_adopts_its_leaders(tmp_path: Path) -> None:
+    served = run_ranks(tune, 2, tmp_path, "reduce", one_operation)
+    outcomes = run_ranks(reloads_from_a_newer_store, 2, tmp_path)
+    assert [outcome.value for outcome in outcomes] == [(True, 1, served[0].value[3])] * 2, outcomes
+
+
 def stage_of_a_pipeline(rank: Rank) -> Any:
     """Ranks 0 and 1 are stage a, 2 and 3 stage b, with one deployment name and one store; all tune at once, then each stage reloads.
 
