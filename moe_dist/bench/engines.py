@@ -25,33 +25,12 @@ from pathlib import Path
 from typing import Any
 
 BACKENDS = ("auto", "moe_dist")  # in the order of their starts: what stock compiles is no cost of ours
+CONTROL = "control"  # a second stock engine: what two equal ones differ by
 WARM_UPS = 2
 TRUTH = "truth"  # an fp8 model's numbers in bf16, in stock vLLM
 PROMPT, MOST_TOKENS = 128, 8192
-NEW_TOKENS = {1: 128, 32: 128}  # by batch; larger batches: 64
-# Student's t at 97.5%, by degrees of freedom: a two-sided 95% interval of few pairs.
-STUDENT = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-    2.120,
-    2.110,
-    2.101,
-    2.093,
-)
-
+# By batch in graphs, 64 for others; eager steps take so long on the host that fewer do.
+NEW_TOKENS, EAGER_NEW_TOKENS = {1: 128, 32: 128}, 32
 # The bars. A cell of two equal engines is 1: no interval may lie below SLOWEST; where a profile shows the MoE layers to be HALF of the
 # time, the mean is above FASTER. Our own tactics serve over HALF of the MoE time of a dtype; KV tokens, and seconds of a first tuning.
 LEAST_PAIRS, SLOWEST, FASTER, HALF, LEAST_KV, MOST_TUNING_S = 5, 0.98, 1.05, 0.5, 0.99, 120.0
@@ -65,6 +44,8 @@ SHAPE = {
 }  # fmt: skip
 ALL_LAYERS, ALL_WORDS = 48, 151_936
 
+Place = Mapping[str, Any]  # dtype, mode, tp, ep: what two engines have in common
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -72,7 +53,8 @@ class Plan:
 
     process: the command of an engine's process, which gets a JSON spec as its last argument. cards: indices of the cards; the dtypes are
     shared out over them, or all of them serve one engine (tp > 1). model: a folder to serve instead of SHAPE, its weights as stored.
-    experts: how tp ranks hold them: each one "cut", or "shared" out (expert parallel). memory: the share of a card that one engine may take. workers: how the engine's core is made: "fork", "spawn" or "inside" its process. store: of moe_dist's winners; logs: a folder. keywords: more of the engine's own.
+    experts: how tp ranks hold them: each one "cut", or "shared" out (expert parallel). control: a third
+    engine, stock like the second, so that a row says what two equal ones differ by. memory: the share of a card that one engine may take. workers: how the engine's core is made: "fork", "spawn" or "inside" its process. store: of moe_dist's winners; logs: a folder. keywords: more of the engine's own.
     """
 
     process: Sequence[str]
@@ -85,6 +67,7 @@ class Plan:
     experts: Sequence[str] = ("cut",)
     layers: int = 16
     model: Path | None = None
+    control: bool = False
     memory: float = 0.2
     workers: str = "fork"
     budget_s: float = 120.0
@@ -187,11 +170,22 @@ class Ledger:
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """(geometric mean, low, high): a 95% interval by Student's t over the logarithms of at least 2 ratios."""
-    logs = [math.log(ratio) for ratio in ratios]
-    mean = statistics.fmean(logs)
-    half = STUDENT[min(len(logs) - 1, len(STUDENT)) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+    """(median, low, high): the 95% interval of the median that needs no distribution, two order statistics of at least 5 ratios.
+
+    A moment in which the host did something else spoils a pair, and no interval of more than 8. With 5 it is the whole range, at 94%.
+    """
+    ordered, count = sorted(ratios), len(ratios)
+    if count < LEAST_PAIRS:
+        return statistics.median(ordered), ordered[0], ordered[-1]
+    below, out = 0.0, 0  # how many order statistics may be left out at each end: their tail is at most 2.5%
+    while (below := below + math.comb(count, out) / 2**count) <= 0.025:
+        out += 1
+    cut = max(0, out - 1)
+    return statistics.median(ordered), ordered[cut], ordered[count - 1 - cut]
+
+
+def _new_tokens(place: Place, batch: int) -> int:
+    return EAGER_NEW_TOKENS if place["mode"] == "eager" else NEW_TOKENS.get(batch, 64)
 
 
 def engine_objections(
@@ -295,9 +289,6 @@ def measure(plan: Plan, ledger: Ledger, note: Callable[[str], None]) -> list[str
     return failures
 
 
-Place = Mapping[str, Any]  # dtype, mode, tp, ep: what two engines have in common
-
-
 def _places(plan: Plan, dtype: str) -> list[Place]:
     return [
         {"dtype": dtype, "mode": mode, "tp": plan.tp, "ep": plan.tp if experts == "shared" else 1}
@@ -314,7 +305,7 @@ def _missing(plan: Plan, place: Place, ledger: Ledger) -> bool:
 def _place(
     plan: Plan, place: Place, engines: Mapping[str, Engine], cards: Sequence[int], ledger: Ledger, note: Callable[[str], None]
 ) -> None:
-    """Start both engines of a place, and fill its rows."""
+    """Start the engines of a place, one after the other, and fill its rows."""
     starts = {}
     for backend, engine in engines.items():
         started = engine.ask("start", 420)
@@ -325,19 +316,20 @@ def _place(
         starts[backend] = start
         ledger.add("starts", start)
         note(_said(start))
-    _tokens(engines, place, ledger, note)
+    both = {backend: engines[backend] for backend in BACKENDS}
+    _tokens(both, place, ledger, note)
     for batch in plan.batches:
         if ledger.find("cells", **place, batch=batch) is None:
-            row = {**place, "batch": batch, **_cell(plan, engines, batch), **_of_start(ledger, place, starts)}
+            row = {**place, "batch": batch, **_cell(plan, place, engines, batch), **_of_start(ledger, place, starts)}
             ledger.add("cells", row)
             note(json.dumps(row))
     for batch, backend in itertools.product(plan.batches, BACKENDS):  # last: a profiler leaves traces in what is timed after it
         if ledger.find("profiles", **place, batch=batch, backend=backend) is None:
-            profile = engines[backend].ask("profile", 240, batch=batch, prompt=PROMPT, new=NEW_TOKENS.get(batch, 64) // 2)
+            profile = engines[backend].ask("profile", 240, batch=batch, prompt=PROMPT, new=_new_tokens(place, batch) // 2)
             row = {**place, "batch": batch, "backend": backend, **profile}
             ledger.add("profiles", row)
             note(f"profile {json.dumps(row)}")
-    _errors(plan, engines, place, cards, ledger, note)
+    _errors(plan, both, place, cards, ledger, note)
 
 
 def _of_start(ledger: Ledger, place: Place, starts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -361,7 +353,7 @@ def _engines(plan: Plan, dtype: str, cards: Sequence[int], places: Sequence[Plac
             name = f"{dtype}-{place['mode']}-tp{place['tp']}-ep{place['ep']}"
             both = {
                 backend: Engine(plan.process, _spec(plan, model, place, backend, cards), plan.logs / f"{name}-{backend}.log")
-                for backend in BACKENDS
+                for backend in (*BACKENDS, *([CONTROL] if plan.control else []))
             }
             engines.append(both)
         yield engines
@@ -378,7 +370,7 @@ def _spec(plan: Plan, model: Path, place: Place, backend: str, cards: Sequence[i
         **({} if plan.model else {"load_format": "dummy"}), **plan.keywords,
     }  # fmt: skip
     return {
-        "backend": backend,
+        "backend": "moe_dist" if backend == "moe_dist" else "auto",
         "keywords": keywords,
         "draw": plan.model is None,
         "settings": {"store": str(plan.store.resolve()), "budget_s": plan.budget_s} if backend == "moe_dist" else {},
@@ -388,16 +380,16 @@ def _spec(plan: Plan, model: Path, place: Place, backend: str, cards: Sequence[i
     }  # fmt: skip
 
 
-def _cell(plan: Plan, engines: Mapping[str, Engine], batch: int) -> dict[str, Any]:
+def _cell(plan: Plan, place: Place, engines: Mapping[str, Engine], batch: int) -> dict[str, Any]:
     """One cell's row: interleaved pairs, then the share of the MoE layers by their own time."""
-    new = NEW_TOKENS.get(batch, 64)
+    new = _new_tokens(place, batch)
     question = {"batch": batch, "prompt": PROMPT, "new": new}
     for _ in range(WARM_UPS):
         for engine in engines.values():
             engine.ask("generate", 300, **question)
     pairs: list[dict[str, dict[str, float]]] = []
     for index in range(plan.pairs):
-        order = BACKENDS[::-1] if index % 2 else BACKENDS
+        order = list(engines)[::-1] if index % 2 else list(engines)
         pairs.append({backend: engines[backend].ask("generate", 300, **question) for backend in order})
     row: dict[str, Any] = {"pairs": len(pairs)}
     for name, field, inverse in (("throughput", "tokens_per_s", False), ("latency", "itl_us", True)):
@@ -408,6 +400,9 @@ def _cell(plan: Plan, engines: Mapping[str, Engine], batch: int) -> dict[str, An
         mean, low, high = interval(ratios)
         row |= {f"{name}_ratio": round(mean, 4), f"{name}_interval": [round(low, 4), round(high, 4)]}
         row[f"{name}_ratios"] = [round(ratio, 4) for ratio in ratios]
+        if plan.control:
+            equal = [pair["auto"][field] / pair[CONTROL][field] for pair in pairs]
+            row[f"{name}_control"] = [round(value, 4) for value in interval(equal)]
         row |= {field: round(statistics.median(values["moe_dist"]), 1), f"{field}_auto": round(statistics.median(values["auto"]), 1)}
     row |= _moe_share(plan, engines, batch, new, row)
     return row
@@ -422,7 +417,8 @@ def _moe_share(plan: Plan, engines: Mapping[str, Engine], batch: int, new: int, 
     stock = engines["auto"].ask("moe_us", 180, counts=[batch])[0]
     steps = [ours[batch]] * (new - 1) + [ours[count] for count in prefill]
     found: dict[str, Any] = {
-        "moe_us": ours[batch]["us"], "moe_us_auto": stock["us"], "tactic": ours[batch].get("tactic"),
+        "moe_us": ours[batch]["us"], "moe_us_auto": stock["us"], "launch_us": ours[batch].get("launch_us"), "launch_us_auto": stock.get("launch_us"),
+        "tactic": ours[batch].get("tactic"),
         "own_time_share": round(sum(step["us"] for step in steps if step["own"]) / sum(step["us"] for step in steps), 4),
     }  # fmt: skip
     if row.get("itl_us_auto"):

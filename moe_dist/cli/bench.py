@@ -47,11 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vllm.add_argument("--dtypes", nargs="+", choices=("bf16", "fp8"), default=["bf16", "fp8"])
     vllm.add_argument("--modes", nargs="+", choices=("cuda_graph", "eager"), default=["cuda_graph", "eager"])
     vllm.add_argument("--batches", type=int, nargs="*", default=[1, 32, 256])
-    vllm.add_argument("--pairs", type=int, default=7, help="interleaved pairs a cell (default 7)")
+    vllm.add_argument("--pairs", type=int, default=12, help="interleaved pairs a cell (default 12)")
     vllm.add_argument("--layers", type=int, default=16, help="of a Qwen3-30B-A3B, which has 48 (default 16)")
     vllm.add_argument("--model", type=Path, help="serve this folder, weights as stored, instead of that shape with drawn weights")
     vllm.add_argument("--tp", type=int, default=1)
     vllm.add_argument("--experts", nargs="+", choices=("cut", "shared"), default=["cut"], help="how --tp ranks hold them (default cut)")
+    vllm.add_argument("--control", action="store_true", help="ask a second stock engine too: what two equal ones differ by")
     vllm.add_argument("--memory", type=float, default=0.2, help="share of a card that each of the four engines may take (default 0.2)")
     vllm.add_argument("--workers", choices=("fork", "spawn", "inside"), default="fork", help="how an engine's core is made (default fork)")
     vllm.add_argument("--budget-s", type=float, default=120.0, help="seconds for measuring (default 120)")
@@ -124,6 +125,7 @@ def _vllm(arguments: argparse.Namespace) -> int:
         "model",
         "tp",
         "experts",
+        "control",
         "memory",
         "workers",
         "budget_s",

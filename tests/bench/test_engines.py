@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_dist.bench.engines import STUDENT, Ledger, Plan, engine_objections, interval, measure, write_model
+from moe_dist.bench.engines import Ledger, Plan, engine_objections, interval, measure, write_model
 
 # Answers as an engine would: moe_dist is a fifth faster, and each pair is noisy in the same way. FAIL names a backend that fails at start.
 FAKE = """
@@ -72,8 +72,8 @@ def test_a_cell_has_its_ratio_its_shares_and_what_its_engines_are(plan: Any, tmp
     assert (cell["dtype"], cell["mode"], cell["tp"], cell["ep"], cell["batch"], cell["pairs"]) == ("bf16", "eager", 1, 1, 1, 5)
     assert cell["throughput_ratio"] == cell["latency_ratio"] == pytest.approx(1.2, abs=0.01)  # above 1 is better, in both
     assert cell["throughput_interval"][0] < 1.2 < cell["throughput_interval"][1]
-    # A batch of 1: one prefill of 128 tokens, not ours, and 127 steps of one token, ours.
-    assert cell["own_time_share"] == pytest.approx(127 / (127 + 128), abs=1e-4)
+    # A batch of 1: one prefill of 128 tokens, not ours, and 31 steps of one token, ours.
+    assert cell["own_time_share"] == pytest.approx(31 / (31 + 128), abs=1e-4)
     assert cell["moe_time_share"] == pytest.approx(0.5, abs=0.01)
     assert (cell["own_bucket_share"], cell["tuning_seconds"], cell["kv_tokens"], cell["kv_tokens_auto"]) == (0.75, 1.5, 990, 1000)
     (tokens,) = ledger.tables["tokens"]
@@ -130,11 +130,28 @@ def test_fp8_logits_are_compared_with_a_third_engine_s_in_bf16(plan: Any, tmp_pa
     assert (errors["first_moe_dist"], errors["first_auto"]) == (1.0, 1.0)
 
 
-def test_interval_is_student_s_over_logarithms() -> None:
-    mean, low, high = interval([1.0, 1.1, 1.21, 1.1, 1.1])
-    half = STUDENT[3] * math.log(1.1) * math.sqrt(0.5) / math.sqrt(5)  # deviations -1, 0, 1, 0, 0 steps of 10%: variance 2/4
-    assert mean == pytest.approx(1.1)
-    assert (low, high) == pytest.approx((1.1 * math.exp(-half), 1.1 * math.exp(half)))
+@pytest.mark.parametrize(
+    ("count", "cut"),
+    # Of 5 and 8 pairs the whole range: leaving one out at each end would be 62% and 93%. Of 9 one, 96%; of 12 two; of 15 three.
+    [(5, 0), (8, 0), (9, 1), (12, 2), (15, 3)],
+)
+def test_interval_of_the_median_leaves_out_what_95_percent_allow(count: int, cut: int) -> None:
+    ratios = [1.0 + step / 100 for step in range(count)]
+    middle, low, high = interval(ratios[::-1])
+    assert middle == pytest.approx(1.0 + (count - 1) / 200)
+    assert (low, high) == (ratios[cut], ratios[-1 - cut])
+
+
+def test_one_spoiled_pair_spoils_no_interval_of_nine() -> None:
+    assert interval([1.0] * 8 + [0.1]) == (1.0, 1.0, 1.0)
+
+
+def test_a_control_says_what_two_equal_engines_differ_by(plan: Any, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "rows.json")
+    assert measure(plan(control=True), ledger, lambda line: None) == []
+    (cell,) = ledger.tables["cells"]
+    assert cell["throughput_control"] == pytest.approx([1.0, 1.0, 1.0], abs=0.01)
+    assert [row["backend"] for row in ledger.tables["starts"]] == ["auto", "moe_dist", "control"]
 
 
 def test_the_model_keeps_the_share_of_its_layers(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class Questions:
         return report
 
     def moe_dist_moe_us(self: Any, counts: list[int], names: bool = False) -> list[dict[str, Any]]:
-        """Microseconds of all MoE layers' experts in a row, for each token count: rows of tokens, us, own (None: not moe_dist), kernels.
+        """Microseconds of all MoE layers' experts in a row, for each token count: rows of tokens, us, launch_us (host time), own (None: not moe_dist), kernels.
 
         As a graph where the engine captures calls of that size.
         """
@@ -163,7 +163,12 @@ def _time_layers(worker: Any, tokens: int, graph: bool, names: bool) -> dict[str
             call()
         _wait(device)
         times.append((time.perf_counter() - start) / 3 * 1e6)
-    row: dict[str, Any] = {"tokens": tokens, "us": round(sorted(times)[len(times) // 2], 2), "own": None}
+    row: dict[str, Any] = {
+        "tokens": tokens,
+        "us": round(sorted(times)[len(times) // 2], 2),
+        "launch_us": _launch_us(call, device),
+        "own": None,
+    }
     layer = getattr(modules[0].quant_method.moe_kernel.fused_experts, "_layer", None)
     if layer is not None:
         tactic = layer.lookup(tokens, "cuda_graph" if graph else "eager")
@@ -174,6 +179,18 @@ def _time_layers(worker: Any, tokens: int, graph: bool, names: bool) -> dict[str
             _wait(device)
         row["kernels"] = sorted(_sums(recorded, device))
     return row
+
+
+def _launch_us(call: Callable[[], None], device: torch.device) -> float:
+    """Host time of one call on an idle device, its work not waited for: the least of many."""
+    times = []
+    for _ in range(20):
+        _wait(device)
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    _wait(device)
+    return round(min(times), 2)
 
 
 @torch.inference_mode()
