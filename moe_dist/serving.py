@@ -6,9 +6,11 @@ a weight pack, and say which group runs in step and which token counts will run.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -31,7 +33,7 @@ from moe_dist.tensors import MoEActivationPack, MoEWeightPack
 from moe_dist.tuning.pass_terms import ProgressEvent
 from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.problem import MODES, Bucket, BucketLadder, Epoch, Tactic, Winner, digest
-from moe_dist.tuning.tuner import Tuner
+from moe_dist.tuning.tuner import PassReport, Tuner
 
 log = logging.getLogger("moe_dist.serving")
 
@@ -164,7 +166,10 @@ class ServedModel:
                     tuner.record(self._operation(served))
                 for index, (policy, buckets) in enumerate(passes):
                     later = [bucket for _, others in passes[index + 1 :] for bucket in others]
-                    measured += tuner.run_pass(buckets, policy=policy, measure=settings.tune == "tune", ahead=later).measured
+                    report = tuner.run_pass(buckets, policy=policy, measure=settings.tune == "tune", ahead=later)
+                    measured += report.measured
+                    for line in faults(report):
+                        log.warning("%s", line)
             self.epoch = tuner.epoch
             for served in self._layers:
                 served.layer.tuner = tuner
@@ -204,6 +209,12 @@ class ServedModel:
     def _operation(served: _ServedLayer) -> MoEOperation:
         config, weights = served.layer.config, served.weights
         return MoEOperation(MoEProblem.of(config, routed=True), weights, weights.w13.device, config.options, served.extra_backends)
+
+
+def faults(report: PassReport) -> list[str]:
+    """One line a backend and reason for which candidates could not serve, the most frequent first; being slower is none."""
+    counts = collections.Counter((tactic.backend, reason) for _, tactic, reason in report.rejected if not re.match(r"\d+\.\d\dx ", reason))
+    return [f"{count} candidates of backend {backend} are out: {reason}" for (backend, reason), count in counts.most_common()]
 
 
 def mode_of(call: torch.Tensor) -> str:

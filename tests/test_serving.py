@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import moe_dist as md
-from moe_dist.serving import Deadlines, ServedModel, TokenCounts
+from moe_dist.serving import Deadlines, ServedModel, TokenCounts, faults
 from moe_dist.settings import ServingSettings, serving_settings
 
 CPU = torch.device("cpu")
@@ -202,3 +202,13 @@ def test_what_runs_untuned_is_named(tmp_path: Path) -> None:
         asked = dataclasses.replace(config(), backends=md.BackendOptions((backend,)))
         served.add(name, asked, weights_of(asked))
     assert served.default_backends() == {"torch_loop", "torch_grouped"}
+
+
+def test_faults_are_counted_and_slowness_is_none() -> None:
+    cell, loop, grouped = md.Bucket(1, 4), md.Tactic.of("torch_loop"), md.Tactic.of("torch_grouped")
+    rejected = ((cell, loop, "1.31x the best after round 0"), (cell, grouped, "ValueError: no"), (cell, loop, "oom"), (cell, loop, "oom"))
+    report = md.PassReport((), 0, 0, rejected, 0.0, "reduce", 1, "")  # type: ignore[arg-type]
+    assert faults(report) == [
+        "2 candidates of backend torch_loop are out: oom",
+        "1 candidates of backend torch_grouped are out: ValueError: no",
+    ]

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
 from sglang.srt.layers.moe.moe_runner.triton import fused_experts_none_to_triton
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
-from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.layers.moe.topk import StandardTopKOutput, TopKOutputChecker
 
 import moe_dist as md
 
@@ -37,6 +37,7 @@ class SGLangBackend(md.Backend):
         self._layer, self._method = layer, method
         # Not scaled: the core has scaled the router's weights. In place, see `_triton`.
         self._config = dataclasses.replace(layer.moe_runner_config, inplace=True, routed_scaling_factor=None)
+        self._expert_map: torch.Tensor | None = None
 
     def why_not(self, problem: md.MoEProblem, device: torch.device, params: md.BackendConfig) -> str | None:
         config = problem.config
@@ -65,19 +66,31 @@ class SGLangBackend(md.Backend):
         return md.Workspace(num_tokens * config.routing.slots * row * problem.dtype.itemsize)
 
     def bind(self, layer: md.BoundLayer, tactic: md.Tactic) -> Callable[[md.MoEActivationPack, torch.Tensor], md.Tactic]:
-        expert_map, experts = layer.expert_map, layer.num_local_experts
+        self._expert_map, experts = layer.expert_map, layer.num_local_experts
         experts_of = self._triton if tactic["runner"] == "triton" else self._torch
 
         def run(acts: md.MoEActivationPack, out: torch.Tensor) -> md.Tactic:
             assert acts.topk_ids is not None
             assert acts.topk_weights is not None
-            ids = acts.topk_ids
-            if expert_map is not None:
-                ids = expert_map[ids.clamp_min(0).long()].masked_fill(ids < 0, -1)
+            ids = self._local(acts.topk_ids)
             experts_of(acts.hidden_states, acts.topk_weights, ids.masked_fill(ids >= experts, -1), out)
             return tactic
 
         return run
+
+    def serve(self, dispatch_output: Any, quant_info: Any, runner_config: Any) -> Any:
+        """A call as SGLang makes it where it serves alone, on CUDA: its own allocation, scaling and in-place output, and nothing around it."""
+        topk = dispatch_output.topk_output
+        if self._expert_map is not None or not TopKOutputChecker.format_is_standard(topk):
+            weights, ids = routing(topk)
+            dispatch_output = dispatch_output._replace(topk_output=StandardTopKOutput(weights, self._local(ids).int(), weights))
+        return fused_experts_none_to_triton(dispatch_output, quant_info, runner_config)
+
+    def _local(self, ids: torch.Tensor) -> torch.Tensor:
+        """Global ids as this rank's rows, -1 for other ranks' experts and empty slots."""
+        if self._expert_map is None:
+            return ids
+        return self._expert_map[ids.clamp_min(0).long()].masked_fill(ids < 0, -1)
 
     def _triton(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
         # In place on a copy: an output of its own would be allocated in SGLang's symmetric pool, which is a collective.
@@ -94,3 +107,16 @@ class SGLangBackend(md.Backend):
             rows = moe_forward_native(self._layer, x[token], StandardTopKOutput(one, ids[token, slot][:, None], one), self._config)
             sums.index_add_(0, token, rows.float() * weights[token, slot][:, None])
         out.copy_(sums)
+
+
+def routing(topk_output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights fp32 [T, K], ids int32 or int64 [T, K]) of any format that can say them; TypeError: of Triton-kernels' sorted one."""
+    if TopKOutputChecker.format_is_bypassed(topk_output):
+        topk_output = topk_output.to_standard()
+    if TopKOutputChecker.format_is_packed(topk_output):
+        packed = topk_output.packed_topk_ids.contiguous()
+        # One int32 a slot: the id above, the weight's bf16 bits below, which come first in memory.
+        return packed.view(torch.bfloat16)[..., ::2].float(), packed >> 16
+    if not TopKOutputChecker.format_is_standard(topk_output):
+        raise TypeError(f"moe_dist takes router outputs with ids and weights, not {type(topk_output).__name__}")
+    return topk_output.topk_weights.float().contiguous(), topk_output.topk_ids.contiguous()

@@ -12,13 +12,13 @@ from sglang.srt.distributed.device_communicators.pynccl_allocator import use_sym
 from sglang.srt.layers.dp_attention import is_allocation_symmetric
 from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
-from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.layers.moe.utils import RegisteredMoeRunnerBackend
 from sglang.srt.runtime_context import get_parallel
 
 import moe_dist as md
 from moe_dist.serving import mode_of
 from moe_dist_sglang.compat import NAME
+from moe_dist_sglang.native import SGLangBackend, routing
 
 
 class MoEDistRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
@@ -31,6 +31,7 @@ class MoEDistRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
         super().__init__(config)
         self._layer: md.MoELayer | None = None
         self._weights: md.MoEWeightPack | None = None
+        self._native: SGLangBackend | None = None
         self._scale = 1.0
 
     @property
@@ -42,9 +43,11 @@ class MoEDistRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
         """Whether `bind` has given this core its layer: after the model has loaded."""
         return self._layer is not None
 
-    def bind(self, layer: md.MoELayer, weights: md.MoEWeightPack, scale: float) -> None:
-        """scale: what multiplies the router's weights, see `layers.routed_scale`."""
-        self._layer, self._weights, self._scale = layer, weights, scale
+    def bind(self, layer: md.MoELayer, weights: md.MoEWeightPack, scale: float, native: SGLangBackend | None = None) -> None:
+        """scale: what multiplies the router's weights, see `layers.routed_scale`. native: SGLang's own experts of this layer, where a call
+        that they serve needs nothing around it: on CUDA.
+        """
+        self._layer, self._weights, self._scale, self._native = layer, weights, scale, native
 
     def run_from_dispatch(self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None) -> StandardCombineInput:
         layer, weights = self._layer, self._weights
@@ -60,6 +63,9 @@ class MoEDistRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
             raise RuntimeError(
                 f"MoE layer {runner_config.layer_id} got quantised hidden states or LoRA hooks, which moe_dist refuses at start"
             )
+        mode, tokens = mode_of(dispatch_output.hidden_states), dispatch_output.hidden_states.shape[0]
+        if self._native is not None and tokens and layer.lookup(tokens, mode).backend == SGLangBackend.name:
+            return self._native.serve(dispatch_output, quant_info, runner_config)
         x_TH = dispatch_output.hidden_states.contiguous()
         weights_TK, ids_TK = routing(dispatch_output.topk_output)
         if runner_config.no_combine and not runner_config.no_combine_keep_router_weight:
@@ -73,18 +79,5 @@ class MoEDistRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
             with use_symmetric_memory(get_parallel().tp_group, disabled=not is_allocation_symmetric()):
                 out = torch.empty_like(x_TH)
         acts = md.MoEActivationPack(hidden_states=x_TH, topk_ids=ids_TK, topk_weights=weights_TK)
-        layer((acts, weights), mode=mode_of(x_TH), out=out)
+        layer((acts, weights), mode=mode, out=out)
         return StandardCombineInput(hidden_states=out)
-
-
-def routing(topk_output: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights fp32 [T, K], ids int32 or int64 [T, K]) of any format that can say them; TypeError: of Triton-kernels' sorted one."""
-    if TopKOutputChecker.format_is_bypassed(topk_output):
-        topk_output = topk_output.to_standard()
-    if TopKOutputChecker.format_is_packed(topk_output):
-        packed = topk_output.packed_topk_ids.contiguous()
-        # One int32 a slot: the id above, the weight's bf16 bits below, which come first in memory.
-        return packed.view(torch.bfloat16)[..., ::2].float(), packed >> 16
-    if not TopKOutputChecker.format_is_standard(topk_output):
-        raise TypeError(f"moe_dist takes router outputs with ids and weights, not {type(topk_output).__name__}")
-    return topk_output.topk_weights.float().contiguous(), topk_output.topk_ids.contiguous()

@@ -47,11 +47,11 @@ def attach(model_runner: Any) -> None:
             log.warning("not served by moe_dist: %s", reason)
             continue
         try:
-            weights = layer_weights(layer, method)
-            served = model.add(name, layer_config(layer, method), weights, [SGLangBackend(layer, method)])
+            weights, native = layer_weights(layer, method), SGLangBackend(layer, method)
+            served = model.add(name, layer_config(layer, method), weights, [native])
         except md.UnsupportedBackend as error:
             raise unserved(f"{name}: {error.reason}", error.reasons) from error
-        core.bind(served, weights, routed_scale(layer))
+        core.bind(served, weights, routed_scale(layer), native if weights.w13.is_cuda else None)
     setattr(model_runner, SERVED, model)
     setattr(model_runner, KEPT, keep(model_runner, model))
 

@@ -309,7 +309,7 @@ def test_router_weight_on_the_input_for_top_1() -> None:
 
 
 def test_packed_and_bypassed_router_outputs_are_read() -> None:
-    from moe_dist_sglang.runner import routing
+    from moe_dist_sglang.native import routing
     from sglang.srt.layers.moe.topk import BypassedTopKOutput, PackedTopKOutput, TopKConfig
 
     ids = torch.tensor([[300, 2], [-1, 0]], dtype=torch.int32)
@@ -413,6 +413,45 @@ def test_triton_experts_run_in_place_on_a_copy_with_local_ids(monkeypatch: pytes
     assert (inplace, scaling) == (True, None)
     assert torch.equal(out, 2 * before)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(("ep_size", "ep_rank"), [(1, 0), (2, 1)])
+def test_a_call_that_sglang_s_experts_serve_has_nothing_around_it(monkeypatch: pytest.MonkeyPatch, ep_size: int, ep_rank: int) -> None:
+    """Its own config, so that scaling, allocation and in-place output are as without us; ids are local, as its dispatcher would make them."""
+    from moe_dist_sglang import native as natives
+    from moe_dist_sglang import runner
+    from moe_dist_sglang.layers import layer_config, layer_weights
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+
+    seen: list[Any] = []
+    monkeypatch.setattr(natives, "fused_experts_none_to_triton", lambda *given: seen.append(given) or "combined")
+    layer, method = layer_of(ep_size, ep_rank, routed_scaling_factor=2.5, inplace=True), method_of()
+    native = natives.SGLangBackend(layer, method)
+    served = untuned(layer_config(layer, method), native)
+    core, info = runner.MoEDistRunnerCore(layer.moe_runner_config), method.get_triton_quant_info(layer)
+    weights_of_layer = layer_weights(layer, method)
+    x, weights, ids = inputs()
+    served((md.MoEActivationPack(hidden_states=x, topk_ids=ids, topk_weights=weights), weights_of_layer))  # binds, as start-up does
+    core.bind(served, weights_of_layer, 2.5, native)
+    given = StandardDispatchOutput(x, None, standard(weights, ids))
+    assert core.run_from_dispatch(given, info, layer.moe_runner_config) == "combined"
+    ((dispatched, quant_info, config),) = seen
+    assert quant_info is info
+    assert config is layer.moe_runner_config
+    assert dispatched.hidden_states is x
+    if ep_size == 1:
+        assert dispatched is given
+    else:
+        assert dispatched.topk_output.topk_ids.tolist() == [[-1, 3], [-1, -1], [1, 1], [0, -1], [-1, -1]]
+    empty = StandardDispatchOutput(x[:0], None, standard(weights[:0], ids[:0]))  # which its kernels don't take
+    assert core.run_from_dispatch(empty, info, layer.moe_runner_config).hidden_states.shape == (0, HIDDEN)
+    assert len(seen) == 1
+
+
+def untuned(config: md.MoEConfig, native: Any) -> md.MoELayer:
+    from moe_dist.serving import untuned_layer
+
+    return untuned_layer(config, CPU, [native])
 
 
 @pytest.mark.parametrize(
