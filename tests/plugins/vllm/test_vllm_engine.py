@@ -21,6 +21,8 @@ import vllm_tiny
 from vllm_drive import NEW_TOKENS, PROMPTS
 from vllm_engines import Drive, Run, driver, end_session, environment
 
+from moe_dist.bench.engines import Ledger, Plan, measure
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]  # of a machine where ten others work too; see the durations for a free one
 
 
@@ -240,6 +242,29 @@ def _get(url: str) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
+
+
+def test_served_speed_is_measured_beside_stock(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`moe-dist bench vllm` over two real engines, asked in turns: what it measures on a GPU, all but drawn weights and the truth's engine."""
+    for name, value in environment(tmp_path / "witness").items():
+        monkeypatch.setenv(name, value)
+    plan = Plan(
+        process=[sys.executable, "-m", "moe_dist_vllm.bench"], model=models["plain"], dtypes=["bf16"], modes=["eager"], batches=[2], pairs=2,
+        store=tmp_path / "store", logs=tmp_path / "logs",
+        keywords={"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 128, "max_num_seqs": 4},
+    )  # fmt: skip
+    ledger = Ledger(tmp_path / "rows.json")
+    assert measure(plan, ledger, print) == []
+    (cell,) = ledger.tables["cells"]
+    assert cell["throughput_ratio"] > 0
+    assert cell["latency_ratio"] > 0
+    assert (cell["own_time_share"], cell["own_bucket_share"]) == (1.0, 1.0)  # a CPU has no experts of vLLM's own beside ours
+    assert cell["tuned"] > 0
+    (said,) = ledger.tables["tokens"]
+    assert (said["first_equal"], said["mean_prefix"]) == (8, 16.0)  # float32: all 16 tokens of all 8 prompts
+    assert said["executed"]["eager"] >= vllm_tiny.LAYERS * 16
+    assert all(0 < row["moe_share"] < 1 for row in ledger.tables["profiles"])
+    assert [row["experts"] for row in ledger.tables["starts"]] == [["CPUUnquantizedExperts"], ["MoEDistExperts"]]
 
 
 @pytest.mark.parametrize(
