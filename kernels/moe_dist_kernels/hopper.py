@@ -274,7 +274,11 @@ def _tile(
             acc_2 = gl.maximum(gl.minimum(acc_2, LIMIT), -LIMIT)
         act = acc / (1.0 + gl.exp(-ALPHA * acc)) * (acc_2 + BETA)
         most = gl.max(gl.abs(act), axis=1)
-        if FEW:  # one scale for 128 columns: the warpgroups show each other the largest of theirs
+        # One scale for 128 columns: the warpgroups show each other the largest of theirs. All of one have stored before its one thread
+        # arrives (the compiler's barrier of the warpgroup), and `met` turns when both have: what is read has been written. They take turns
+        # at two slots: who stores for meeting m + 2 has seen m + 1, where the other arrived after it had read m. racecheck of
+        # compute-sanitizer reports this pair, wrongly (docs/kernels.md; test_compile.py looks for each step in the compiled code).
+        if FEW:
             largest.index(2 * (meetings & 1) + half).store(most)
             mbarrier.arrive(met, count=1)
             mbarrier.wait(met, meetings & 1)
@@ -436,8 +440,9 @@ def product_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=2)  # both multiplying warpgroups are done with it
         mbarrier.init(ready.index(i), count=129 if TOP_K > 0 else 1)  # the copy engine, and each thread that fetches rows
-    for i in gl.static_range(RING):
-        mbarrier.init(posted.index(i), count=1)
+    if DYNAMIC:  # else their memory is somebody's scratch
+        for i in gl.static_range(RING):
+            mbarrier.init(posted.index(i), count=1)
     mbarrier.init(met, count=2)
     fence_async_shared()
     if PDL:
@@ -448,6 +453,7 @@ def product_kernel(
     meeting = (largest, met)
     scales = (a_scale_ptr, b_scale_ptr)
     tiles = (tile_expert_ptr, tile_row_ptr, tile_rows_ptr, num_tiles_ptr)
+    # The compiler tells the other warps what to run by a byte each in shared memory, between barriers of all warps (racecheck: see docs).
     gl.warp_specialize(
         [
             (
