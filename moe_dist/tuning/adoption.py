@@ -117,7 +117,9 @@ def adopt_newest(
             arena = reserve_for(group, table, records, arena)
         group.commit(table.digest)
     if refused and answers[0][0] != _NOTHING:
-        log.warning("the committed epoch is not adopted: %s", refused[0])
+        # That others of the deployment have tuned other problems, and these not yet, is how every first tuning of a second model begins.
+        level = logging.INFO if wanted and not value else logging.WARNING
+        log.log(level, "the committed epoch is not adopted: %s", refused[0])
     return (found if not refused else None), arena
 
 

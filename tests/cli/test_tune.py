@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -26,6 +27,8 @@ from moe_dist.errors import ConfigError, UnsupportedBackend
 from moe_dist.settings import RankSettings
 from moe_dist.stores.codec import decode_epoch
 from moe_dist.stores.filesystem import FilesystemStore
+from moe_dist.tuning.adoption import choose_committed
+from moe_dist.tuning.problem import digest
 
 ROOT = Path(__file__).parents[2]
 MODEL = {
@@ -163,17 +166,23 @@ def test_ranks_that_cut_an_expert_are_neighbours() -> None:
     assert [(job.ep_rank, job.tp_rank) for job in jobs] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_another_model_s_winners_stay_in_the_deployment_s_table(model: str, tmp_path: Path) -> None:
+def test_another_model_s_winners_stay_in_the_deployment_beside_these(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # A group of one, in this process: the same passes, with nobody to wait for.
     other = tmp_path / "other.json"
     other.write_text(json.dumps(MODEL | {"num_experts": 4}))
-    store = tmp_path / "store"
+    store = FilesystemStore(tmp_path / "store")
+    problems = set()
     for which in (model, str(other)):
-        assert main(["tune", "--device", "cpu", "--model", which, "--buckets", "1,2", "--store", str(store)]) == 0
-    newest = max(FilesystemStore(store).list("epochs"))
-    epoch, entries = decode_epoch(FilesystemStore(store).get(newest) or b"")
-    assert {len(epoch.of(problem, "eager")) for problem in {cell.problem for cell in epoch.winners}} == {2}
-    assert (len(epoch.winners), len(entries)) == (4, 4)
+        with caplog.at_level(logging.WARNING):
+            assert main(["tune", "--device", "cpu", "--model", which, "--buckets", "1,2", "--store", str(tmp_path / "store")]) == 0
+        assert "not adopted" not in caplog.text, "nothing is wrong with tuning a second model"
+        newest = decode_epoch(store.get(max(store.list("epochs"))) or b"")[0]
+        problems |= {cell.problem for cell in newest.winners}
+    assert len(problems) == 2
+    for problem in problems:
+        found, reason = choose_committed(store, "default", {digest(problem.packed)})
+        assert found is not None, reason
+        assert (len(found.epoch.of(problem, "eager")), len(found.epoch.winners), len(found.entries)) == (2, 2, 2)
 
 
 def test_a_signal_between_commit_and_report_waits_for_the_report_and_a_second_does_not() -> None:
