@@ -142,9 +142,9 @@ class RedisAddress:
         import redis.sentinel
 
         seconds = self.timeout.total_seconds()
-        tls = {"ssl": True, "ssl_ca_certs": self.ca, "ssl_certfile": self.cert, "ssl_keyfile": self.key}
-        if not self.verify:
-            tls |= {"ssl_cert_reqs": "none", "ssl_check_hostname": False}
+        # Said, since releases of redis-py before 6 take any trusted certificate, whatever host it is of.
+        checks = {"ssl_cert_reqs": "required" if self.verify else "none", "ssl_check_hostname": self.verify}
+        tls = {"ssl": True, "ssl_ca_certs": self.ca, "ssl_certfile": self.cert, "ssl_keyfile": self.key, **checks}
         common = {
             "socket_timeout": seconds,
             "socket_connect_timeout": seconds,

@@ -298,6 +298,9 @@ def test_tls_is_verified(server, no_secret):
         assert trusted.get("x/y") == b"1"
         unverified = open_store(f"rediss://localhost:{tls.port}?verify=no&timeout=20")
         assert unverified.get("x/y") == b"1"
+        other_name = open_store(f"rediss://127.0.0.1:{tls.port}?ca={tls.ca}&timeout=20")  # trusted, and of another host
+        assert other_name.get("x/y") is None
+        assert "certificate verify failed: IP address mismatch" in other_name.degraded
         stranger = open_store(f"rediss://localhost:{tls.port}?timeout=20")
         assert stranger.get("x/y") is None
         assert "certificate" in stranger.degraded.lower()
