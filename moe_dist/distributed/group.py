@@ -128,6 +128,17 @@ def require_one_step(steps: Sequence[str], names: Sequence[int]) -> None:
         )  # fmt: skip
 
 
+def require_one_version(versions: Sequence[str], names: Sequence[int]) -> None:
+    """SettingsDiffer: ranks run other code, whose words can't be read; names those that differ from the most."""
+    if len(set(versions)) > 1:
+        usual = max(versions, key=list(versions).count)  # the first of equally many: the same on every rank
+        odd = {name: version for name, version in zip(names, versions, strict=True) if version != usual}
+        raise SettingsDiffer(
+            "ranks run other versions of moe_dist: " + ", ".join(f"rank {name} {version}" for name, version in odd.items())
+            + f", the rest {usual}; install the same on all", odd, ["version"],
+        )  # fmt: skip
+
+
 def waited_for(spoken: Collection[int], rank: int, size: int) -> list[int]:
     """Who keeps a step from ending, as `rank` sees it: those without a word; once all have spoken, the leader that has not
     published them; for the leader itself then nobody."""
@@ -152,6 +163,8 @@ class RankGroup:
     scope: equal on all ranks of this group and different from every other group on the same store.
     host: the global rank whose process serves the rendezvous, None: it lives outside the ranks; when it dies with that rank,
         `RendezvousLost` names the rank.
+    version: of the code that speaks, equal on all ranks: those of another never read each other's words, and whoever waits for one
+        raises `SettingsDiffer`. "": it is not said.
     progress_timeout: a rank is lost when it neither answers nor progresses for so long. cap: the same for a whole pass.
     """
 
@@ -164,6 +177,7 @@ class RankGroup:
         names: Sequence[int] | None = None,
         scope: str = "group",
         host: int | None = None,
+        version: str = "",
         progress_timeout: timedelta = PROGRESS_TIMEOUT,
         cap: timedelta = CAP,
     ) -> None:
@@ -176,9 +190,15 @@ class RankGroup:
         self.dead: str | None = None
         self._host = host
         # A connection of our own: the framework may hold the shared one's lock in a long wait.
-        self._store, self._scope = store.clone(), scope  # type: ignore[attr-defined]
+        self._store = store.clone()  # type: ignore[attr-defined]
         self._progress_timeout, self._cap = progress_timeout.total_seconds(), cap.total_seconds()
         self._requests = _Requests()
+        # Where every release says what it is, however its other words are made and wherever they lie.
+        self._versions = [f"{scope}/version/{other}" for other in range(size)] if version and size > 1 else []
+        if self._versions:
+            self._ask(lambda: self._store.set(self._versions[rank], version))
+            scope = f"{scope}/{version}"
+        self._scope = scope
         self._attachment = self._ask(lambda: self._store.add(f"{scope}/attach/{rank}", 1))
         self._claim = f"{scope}/claim/{rank}"
         holder = str(self._attachment)
@@ -206,12 +226,14 @@ class RankGroup:
         run: str = "",
         restart: int = 0,
         agent: bool = False,
+        version: str = "",
         progress_timeout: timedelta = PROGRESS_TIMEOUT,
         cap: timedelta = CAP,
     ) -> RankGroup:
         """The ranks of a torch process group, over a prefix of the store that group was made from; its own collectives stay untouched.
 
         run, restart: the launcher's, part of every word. agent: the launcher serves the default store; else a TCPStore lives in rank 0.
+        version: as for the class.
         TunerStateError: this process is not in the group, or the group's store can't be found.
         """
         ranks = dist.get_process_group_ranks(group)
@@ -224,7 +246,8 @@ class RankGroup:
         while isinstance(base, PrefixStore):
             base = base.underlying_store
         host = 0 if isinstance(base, TCPStore) and not agent else None
-        return cls(store, ranks.index(me), len(ranks), names=ranks, scope=scope, host=host, progress_timeout=progress_timeout, cap=cap)
+        deadlines = {"progress_timeout": progress_timeout, "cap": cap}
+        return cls(store, ranks.index(me), len(ranks), names=ranks, scope=scope, host=host, version=version, **deadlines)
 
     @property
     def is_leader(self) -> bool:
@@ -456,6 +479,7 @@ class RankGroup:
                     return
                 self._open = False
                 self._die_of(self._read_verdict())
+            self._require_one_version()
             waited = missing()
             if gone := [rank for rank in waited if self._present(self._farewell(rank))]:
                 self._go_without(gone, step)
@@ -463,6 +487,13 @@ class RankGroup:
             stale = [rank for rank in waited if now - self._last_moved(rank, seen) > self._progress_timeout]
             if waited and (stale or now - self._pass_start > self._cap):
                 self._lose(stale or waited, step, over_cap=not stale)
+
+    def _require_one_version(self) -> None:
+        """SettingsDiffer, the same on all ranks, once all have said their version."""
+        if self._versions and self._ask(lambda: self._store.check(self._versions)):
+            said = [version.decode() for version in self._get_many(self._versions)]
+            require_one_version(said, self.names)
+            self._versions = []  # they are one, and stay it
 
     def _silent(self, name: str) -> list[int]:
         """The ranks that this one waits for in step `name`."""

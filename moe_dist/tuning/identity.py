@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +154,19 @@ def _kernel_sources() -> str:
     spec = importlib.util.find_spec("moe_dist_kernels")
     if spec is None or not spec.submodule_search_locations:
         return "absent"
+    return _digest_of_sources(map(Path, spec.submodule_search_locations))
+
+
+@functools.cache
+def code_version() -> str:
+    """Our release, and a digest of the rooms whose words ranks exchange and conclude from: what a group's ranks must have alike."""
+    rooms = Path(__file__).parents[1]
+    return f"{_version('moe-dist')}+{_digest_of_sources([rooms / 'distributed', rooms / 'tuning', rooms / 'stores'])[:8]}"
+
+
+def _digest_of_sources(roots: Iterable[Path]) -> str:
     total = hashlib.sha256()
-    for root in spec.submodule_search_locations:
-        for path in sorted(Path(root).rglob("*.py")):
+    for root in roots:
+        for path in sorted(root.rglob("*.py")):
             total.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return total.hexdigest()[:32]

@@ -25,7 +25,7 @@ from moe_dist.settings import job_settings
 from moe_dist.stores.base import Store
 from moe_dist.stores.open import open_store
 from moe_dist.tuning.adoption import adopt_newest
-from moe_dist.tuning.identity import Environment, build_environment
+from moe_dist.tuning.identity import Environment, build_environment, code_version
 from moe_dist.tuning.journal import Journal
 from moe_dist.tuning.misses import why_nothing_fits
 from moe_dist.tuning.pass_terms import PassOutcome, PassSettings, ProgressEvent
@@ -253,5 +253,11 @@ def _rank_group(group: dist.ProcessGroup | RankGroup | None, progress_timeout: t
         return group
     job = job_settings()
     return RankGroup.from_process_group(
-        group, run=job.run, restart=job.restart, agent=job.agent, progress_timeout=progress_timeout, cap=cap
+        group,
+        run=job.run,
+        restart=job.restart,
+        agent=job.agent,
+        version=code_version(),
+        progress_timeout=progress_timeout,
+        cap=cap,
     )

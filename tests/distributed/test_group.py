@@ -186,6 +186,31 @@ def one_pass(rank: RankGroup) -> list[bytes]:
     return words
 
 
+@pytest.mark.parametrize("odd", [0, 1, 2])  # the leader, a rank that others outnumber, the last
+def test_a_rank_of_another_version_is_named_with_both_at_once_and_again(make: Make, odd: int) -> None:
+    """Its words lie elsewhere, so that nobody takes them for words of its own version; it concludes the same as those that wait for it."""
+    store = HashStore()
+    ranks = [make(1, store, of=3, first=at, progress=30.0, cap=60.0, version="9.0+old" if at == odd else "9.1+new")[0] for at in range(3)]
+    for call in ("a pass", "another"):  # no rank is lost, and the group not dead: the second call says it again
+
+        def act(rank: RankGroup, call: str = call) -> None:
+            with rank.open_pass(call):
+                rank.exchange("agree", b"word")
+
+        for error in results(together(ranks, act)):
+            assert isinstance(error, SettingsDiffer), error
+            assert str(error) == (f"ranks run other versions of moe_dist: rank {odd} 9.0+old, the rest 9.1+new; install the same on all")
+            assert error.ranks == (odd,)
+
+
+def test_ranks_of_one_version_meet(make: Make) -> None:
+    def talk(rank: RankGroup) -> list[bytes]:
+        rank.begin_pass()
+        return rank.exchange("one", b"%d" % rank.rank)
+
+    assert results(together(make(3, version="9.1+new"), talk)) == [[b"0", b"1", b"2"]] * 3
+
+
 def test_a_group_of_one_talks_to_itself_and_writes_no_word() -> None:
     alone = RankGroup.alone()
     alone.begin_pass()

@@ -27,7 +27,9 @@ from moe_dist.errors import GroupError, PassAborted
 from moe_dist.stores.codec import decode_entry
 from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.tuning import tune_pass
+from moe_dist.tuning import tuner as tuner_module
 from moe_dist.tuning.context import autotune
+from moe_dist.tuning.identity import code_version
 from moe_dist.tuning.pass_terms import ProgressEvent
 from moe_dist.tuning.policy import STRATEGIES, MeasurementPolicy
 from moe_dist.tuning.problem import BucketLadder
@@ -627,6 +629,25 @@ def test_the_rank_that_serves_the_rendezvous_is_named_when_it_dies(tmp_path: Pat
         survivors = [ranks.join_one(index, 30.0) for index in (1, 2)]
     assert [(outcome.error, outcome.culprits) for outcome in survivors] == [("RendezvousLost", (0,))] * 2
     assert "the rendezvous store, which rank 0 serves, can't be reached" in survivors[0].message
+
+
+def of_another_version(rank: Rank) -> Any:
+    """The last rank has other code of moe_dist on its disk."""
+    store = dist.TCPStore("127.0.0.1", rank.port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank.index, world_size=rank.size)
+    if rank.index == rank.size - 1:
+        tuner_module.code_version = lambda: "0.0.9+0badc0de"
+    with Tuner(group=dist.group.WORLD, policy=POLICY, ladder=BucketLadder((1,)), device="cpu") as tuner:
+        tuner.record(FakeOperation("a", COSTS))
+        return table(tuner.run_pass())
+
+
+def test_a_rank_of_another_software_version_is_named_by_all_with_both_versions(tmp_path: Path) -> None:
+    outcomes = run_ranks(of_another_version, 3, tmp_path, deadline=50.0)  # less than the 60 s after which a rank is lost
+    assert {(outcome.error, outcome.culprits) for outcome in outcomes} == {("SettingsDiffer", (2,))}
+    assert {outcome.message for outcome in outcomes} == {
+        f"ranks run other versions of moe_dist: rank 2 0.0.9+0badc0de, the rest {code_version()}; install the same on all"
+    }
 
 
 def concludes_differently(rank: Rank, strategy: str) -> Any:
