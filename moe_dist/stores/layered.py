@@ -68,6 +68,11 @@ class LayeredStore:
         return f"LayeredStore({self.local!r}, {self.shared!r})"
 
 
+def shared_layer(store: Store) -> Store:
+    """Where others look for what `store` publishes: the shared layer of a layered one, else itself."""
+    return shared_layer(store.shared) if isinstance(store, LayeredStore) else store
+
+
 class ReadOnlyStore:
     """Reads a store and never writes it; what is put or deleted is so for this process alone, and `put` is False."""
 

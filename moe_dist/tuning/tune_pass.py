@@ -20,6 +20,7 @@ from moe_dist.distributed.group import RankGroup, bundle, unbundle
 from moe_dist.distributed.symmetric import Arena
 from moe_dist.stores.base import Store
 from moe_dist.stores.codec import Malformed, decode_entry, encode_entry, encode_epoch
+from moe_dist.stores.layered import shared_layer
 from moe_dist.stores.memory import MemoryStore
 from moe_dist.tuning.adoption import read_committed, reserve_for
 from moe_dist.tuning.apart import Apart
@@ -315,16 +316,17 @@ class TunePass:
             value = self._store.get(alike.key(deployment))
             found = read_committed(value, deployment) if value is not None else None
             if found is not None and all(path.startswith(f"{self._environment.folder}/") for path in found.entries):
-                return alike.number, True  # an epoch of another environment can't be adopted here
+                # Of another environment it could not be adopted here. In the local layer alone, nobody else finds it.
+                return alike.number, shared_layer(self._store).get(alike.key(deployment)) is not None
         return 1 + max(served, there[0].number if there else 0), False
 
     def _publish(self, outcome: PassOutcome) -> None:
         """The leader's part after the commit, best effort: entries (one per environment), then the epoch that joiners adopt."""
-        held = self._store.get_many([self._key(cell).path for cell in outcome.entries])
+        held = shared_layer(self._store).get_many([self._key(cell).path for cell in outcome.entries])
         for cell, entry in outcome.entries.items():
             winner = outcome.epoch.winners.get(cell)
             if winner is None or (winner.source != "tuned" and self._key(cell).path in held):
-                continue  # a hit that only another rank's store held is published here too
+                continue  # a hit that only another rank's store or the local layer held is published, too
             for environment in self._environments:
                 rekeyed = dataclasses.replace(decode_entry(entry), key=pack(self._key(cell, environment).canonical()))
                 self._store.put(self._key(cell, environment).path, encode_entry(rekeyed))

@@ -149,6 +149,32 @@ def test_a_layered_store_keeps_what_the_server_lets_go(server: RedisServer, tmp_
     assert warnings_of(caplog) == []
 
 
+def test_what_a_host_tuned_without_its_server_is_published_once_the_server_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the next start of that host, which measures nothing: others then join the epoch, and hit the entry."""
+    server = RedisServer().start()
+    url = f"redis://127.0.0.1:{server.port}?timeout=1"
+    one, two = (f"layered:{tmp_path}/{host},{url}" for host in ("one", "two"))
+    try:
+        server.stop()
+        alone = tune(one)
+        assert [line for line in warnings_of(caplog) if "nobody can join until it is" in line]
+        server.start()
+        caplog.clear()
+        again = tune(one)
+        assert (again.measured, again.hits, again.digest, again.epoch) == (0, 1, alone.digest, alone.epoch)
+        with make_tuner(two) as joiner:
+            joiner.record(SimulatedOperation("layer", COSTS))
+            assert joiner.reload()
+            assert joiner.epoch.digest == alone.digest
+        other = tune(f"{url}&ttl=1000", deployment="other")
+        assert (other.measured, other.hits) == (0, 1)
+        assert warnings_of(caplog) == []
+    finally:
+        server.__exit__()
+
+
 class _Expiring:
     """The server lets go of everything just before each read."""
 
