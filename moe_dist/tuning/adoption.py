@@ -54,18 +54,28 @@ def read_committed(value: bytes, deployment: str) -> Committed | None:
         return None
 
 
-def choose_committed(store: Store, deployment: str, wanted: Collection[str] = ()) -> tuple[Committed | None, str]:
+def choose_committed(
+    store: Store, deployment: str, wanted: Collection[str] = (), environment: Environment | None = None
+) -> tuple[Committed | None, str]:
     """The newest epoch of `deployment` that holds most of the problems `wanted` (their digests); none wanted: the newest.
+
+    environment: of equal problems the newest tuned in it goes before a newer one of another: replicas may have other GPUs, or be
+    upgraded one after the other. None: any.
 
     None: there is none, or the reason why none is chosen: groups that tune other problems may publish under one deployment, as the
     stages of a pipeline do, and an epoch of theirs would leave this group's layers to their defaults.
     """
     newest: dict[str, Committed] = {}  # of each set of problems
+    settled: set[str] = set()
     for name in epoch.published(store, deployment):
-        if name.problems not in newest:
+        if name.problems not in settled:
             value = store.get(name.key(deployment))
             if value is not None and (found := read_committed(value, deployment)) is not None:
-                newest[name.problems] = found
+                fits = environment is None or _tuned_elsewhere(found, environment) is None
+                if fits:
+                    settled.add(name.problems)
+                if fits or name.problems not in newest:
+                    newest[name.problems] = found
     if not newest:
         return None, ""
     candidates = [found for found in newest.values() if found.problems] or list(newest.values())
@@ -101,7 +111,7 @@ def adopt_newest(
         problems = group.exchange("reload-problems", msgpack.packb(sorted(digest(packed) for packed in here)))
         wanted = {problem for word in dict.fromkeys(problems) for problem in msgpack.unpackb(word)}
         # Every rank chooses and takes apart while the leader does: in a shared store it is the same one, and no byte of it is sent.
-        found, missing = choose_committed(store, serving.deployment, wanted)
+        found, missing = choose_committed(store, serving.deployment, wanted, environment)
         value = group.exchange("reload", found.value if found else b"", reads={0})[0]
         if found is None or found.value != value:
             found = read_committed(value, serving.deployment) if value else None
@@ -127,8 +137,8 @@ def _listed(problems: Collection[str]) -> str:
     return ", ".join(problem[:8] for problem in sorted(problems)[:3]) + (" ..." if len(problems) > 3 else "")
 
 
-def _why_not(found: Committed, environment: Environment, records: Mapping[Problem, Operation]) -> str | None:
-    """Why this rank can't serve the epoch; None: it can."""
+def _tuned_elsewhere(found: Committed, environment: Environment) -> str | None:
+    """How the environment that the epoch was tuned in differs from this one; None: it is this one."""
     here = f"{environment.folder}/"
     for path, entry in found.entries.items():
         if path.startswith(here):
@@ -137,6 +147,13 @@ def _why_not(found: Committed, environment: Environment, records: Mapping[Proble
             return f"it was tuned in another environment: {differences(environment_of(entry), environment)}"
         except Malformed as error:
             return str(error)
+    return None
+
+
+def _why_not(found: Committed, environment: Environment, records: Mapping[Problem, Operation]) -> str | None:
+    """Why this rank can't serve the epoch; None: it can."""
+    if (reason := _tuned_elsewhere(found, environment)) is not None:
+        return reason
     for cell, winner in found.epoch.winners.items():
         operation = records.get(cell.problem)
         if operation is not None and (reason := operation.why_not(winner.tactic, cell.bucket)) is not None:

@@ -104,6 +104,25 @@ def test_after_an_upgrade_that_changes_no_winner_a_joiner_still_adopts(tmp_path:
     assert tune(str(tmp_path), versions={"foreign": "2"}).epoch == after.epoch
 
 
+def test_replicas_of_two_environments_under_one_deployment_each_join_the_newest_of_their_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two kinds of GPU, or an upgrade of one replica after the other."""
+    for version in ("1", "2", "3"):
+        tune(str(tmp_path), versions={"foreign": version})
+    caplog.clear()
+    for version, number in (("1", 1), ("2", 2), ("3", 3)):
+        with make_tuner(str(tmp_path), versions={"foreign": version}) as joiner:
+            joiner.record(SimulatedOperation("layer", COSTS))
+            assert joiner.reload()
+            assert joiner.epoch.number == number
+    with make_tuner(str(tmp_path), versions={"foreign": "4"}) as joiner:
+        joiner.record(SimulatedOperation("layer", COSTS))
+        assert not joiner.reload()
+    (refused,) = warnings_of(caplog)
+    assert "it was tuned in another environment" in refused
+
+
 def test_foreign_values_among_the_entries_explain_nothing_and_hurt_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     FilesystemStore(tmp_path).put("entries/abc/def", b"not an entry")
     assert tune(str(tmp_path)).measured == 2
