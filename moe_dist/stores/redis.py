@@ -82,8 +82,9 @@ class RedisAddress:
         base, _, kind = scheme.partition("+")
         given = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
         if unknown := sorted(set(given) - set(PARAMETERS)):
-            named = [name for name in unknown if f"{name}=" in query]  # the rest may be the end of a password with a '?'
-            raise wrong(f"unknown parameter {', '.join(named) or 'without a value'}; known are {', '.join(PARAMETERS)}")
+            named = [name for name in unknown if re.fullmatch("[a-z_-]{1,24}", name) and f"{name}=" in query]
+            # The rest may be the end of a password with a '?'.
+            raise wrong(f"unknown parameter {', '.join(named) or 'whose name is none'}; known are {', '.join(PARAMETERS)}")
         user, _, password = (urllib.parse.unquote(word) for word in login.partition(":"))
         hosts, _, path = place.partition("/")
         service, _, db = path.partition("/") if kind == "sentinel" else ("", "", path)

@@ -89,6 +89,7 @@ def test_an_address_is_what_the_url_says(url, public, fields):
         (f"redis://u:{ENCODED}@host?prefix=a{{b", "prefix 'a{b'; use 1 to 64 letters"),
         (f"redis://u:{ENCODED}@host?pasword=x&ttl=9", "unknown parameter pasword; known are prefix, ttl"),
         (f"redis://u:?{SECRET}@host", "must be written %3F"),
+        (f"redis://u:a?{SECRET}?timeout=1", "unknown parameter whose name is none"),  # no host, and a '?' in the password
         (f"redis+sentinel://u:{ENCODED}@host", "name the service"),
         (f"redis+cluster://u:{ENCODED}@host/1", "a cluster has no databases"),
     ],
