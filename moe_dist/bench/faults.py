@@ -222,7 +222,7 @@ class _StruckGroup(RankGroup):
 
 
 class _Reduction(FinalizeAllReduce):
-    """Its gloo tactic takes 20 ms longer, so that one of shared memory wins. strike: called in the middle of ONE_SHOT's runs."""
+    """Its gloo tactic takes 60 ms longer, so that one of shared memory wins on a busy machine too. strike: called in the middle of ONE_SHOT's runs."""
 
     strike: Callable[[str], None]
 
@@ -233,7 +233,7 @@ class _Reduction(FinalizeAllReduce):
             nonlocal runs
             runs += 1
             if tactic == GLOO:
-                time.sleep(0.02)
+                time.sleep(0.06)
             if tactic == ONE_SHOT and runs == 3:
                 self.strike(MEET)
             inner(rows, out)
