@@ -222,7 +222,7 @@ class _StruckGroup(RankGroup):
 
 
 class _Reduction(FinalizeAllReduce):
-    """Its gloo tactic takes 60 ms longer, so that one of shared memory wins on a busy machine too. strike: called in the middle of ONE_SHOT's runs."""
+    """Its gloo tactic takes 60 ms longer, so that one of shared memory wins, on a busy machine too. strike: called amid ONE_SHOT's runs."""
 
     strike: Callable[[str], None]
 
