@@ -97,10 +97,10 @@ def diverged_table(ranks: Iterable[int], keys: int, calls: int, note: Callable[[
         raise ConfigError(f"keys is {keys}; it must be a multiple of the {buckets} buckets of a problem")
     if calls < 1:
         raise ConfigError(f"calls is {calls}; it must be at least 1")
-    rows = []
+    ranks, rows = list(ranks), []
+    if (wrong := next((size for size in ranks if size < 2), None)) is not None:
+        raise ConfigError(f"ranks is {wrong}; divergence needs at least 2")
     for size in ranks:
-        if size < 2:
-            raise ConfigError(f"ranks is {size}; divergence needs at least 2")
         for arm in ARMS:
             rows.append(_row(arm, size, keys, calls))
             note(f"{arm}, {size} ranks: {rows[-1]['diverged']} of {rows[-1]['keys']} keys diverged ({rows[-1]['seconds']} s)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -101,6 +102,8 @@ def _swiglu_alone(problem: MoEProblem) -> str | None:
 
 def _open_vllm(device: torch.device, max_num_tokens: int, open_until: contextlib.ExitStack) -> list[Peer]:
     """vLLM's Triton experts with its tuned json for the card where it ships one, and its DeepGEMM experts."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ModuleNotFoundError("vllm is not installed here", name="vllm")
     if device.type != "cuda":
         raise ConfigError(f"vLLM's experts need a CUDA device, not {device.type!r}")
     from vllm.config import VllmConfig, set_current_vllm_config

@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -60,13 +60,22 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
-def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def show(title: str, rows: Sequence[Mapping[str, Any]], out: TextIO | None = None) -> None:
+    """A table on a terminal that is wide enough for it, else tab-separated lines under a line of names. out: None: stdout."""
+    names = list(rows[0]) if rows else []
+    cells = [[str(value) for value in row.values()] for row in rows]
     table = Table(title=title)
-    for name in rows[0] if rows else ():
+    for name in names:
         table.add_column(name)
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console().print(table)
+    for row in cells:
+        table.add_row(*row)
+    console = Console(file=out)
+    unbound = console.options.update(width=10_000)
+    if console.is_terminal and console.measure(table, options=unbound).maximum <= console.width:
+        console.print(table)
+        return
+    for line in (title, *("\t".join(row) for row in ([names, *cells] if names else []))):
+        print(line, file=console.file)
 
 
 def diverged_objections(rows: Sequence[Mapping[str, Any]], ranks: Iterable[int], keys: int, calls: int) -> list[str]:

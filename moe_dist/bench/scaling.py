@@ -22,6 +22,7 @@ from moe_dist.bench.ranks import Rank, run_ranks
 from moe_dist.distributed.converge import RoundWord, combine_rounds
 from moe_dist.distributed.group import WORDS_A_REQUEST, RankGroup, bundle, head_of, senders_of, unbundle
 from moe_dist.distributed.plan import Answer, CellAnswer, CellOffer, Offer, Proposal, agree_offers, agree_plan, hit_digest, lacked_hits
+from moe_dist.errors import ConfigError
 from moe_dist.stores.codec import decode_epoch, encode_epoch
 from moe_dist.tuning.problem import Bucket, Cell, Epoch, Problem, Tactic, Timed, Winner
 
@@ -47,7 +48,11 @@ def scaling_table(
     all steps. server_bytes: through the rendezvous, in and out; network_seconds: those at 10 Gbit/s. seconds: of one rank's
     agreement; how says whether by "processes" (waits and transfers included) or "simulated" (its own work alone).
     round_bytes: through the rendezvous in one round of timing one cell. reload_seconds: taking an epoch apart.
+    ConfigError: a number is out of range.
     """
+    for name, numbers, least in (("ranks", ranks, 2), ("keys", keys, 1)):
+        if (wrong := next((number for number in numbers if number < least), None)) is not None:
+            raise ConfigError(f"{name} is {wrong}; scaling needs at least {least}")
     rows: list[dict[str, Any]] = []
     for count in keys:
         epoch_bytes, reload_seconds = _reload(_cells(count))

@@ -16,6 +16,7 @@ from moe_dist.bench.lookup import lookup_table
 from moe_dist.bench.persistence import stores_table
 from moe_dist.bench.scaling import KEYS, RANKS, scaling_table
 from moe_dist.cli import bench_kernels
+from moe_dist.cli.checks import require_writable
 
 HELP = "measure what is promised: agreement between ranks, survival of faults, the cost of a lookup, kernels beside their peers"
 
@@ -36,8 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lookup.add_argument("--json", type=Path, help="write the table here")
     lookup.set_defaults(kind=_lookup)
     scaling = kinds.add_parser("scaling", help="requests, bytes and seconds of agreement and reload as ranks and keys grow")
-    scaling.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    scaling.add_argument("--keys", type=int, nargs="+", default=list(KEYS))
+    sizes, counts = (" ".join(map(str, numbers)) for numbers in (RANKS, KEYS))
+    scaling.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help=f"group sizes of at least 2 (default: {sizes})")
+    scaling.add_argument("--keys", type=int, nargs="+", default=list(KEYS), help=f"problem x mode x bucket (default: {counts})")
     scaling.add_argument("--json", type=Path, help="write the table here")
     scaling.set_defaults(kind=_scaling)
     vllm = kinds.add_parser("vllm", help="output tokens/s and inter-token latency of a vLLM with moe_dist against the same vLLM without")
@@ -86,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0: what was measured holds its bars; 1: it does not, and stderr says what."""
+    require_writable(arguments.json)
     code: int = arguments.kind(arguments)
     return code
 

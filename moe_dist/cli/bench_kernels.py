@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers",
         type=some(FAMILIES),
         default=["vllm", "torch"],
-        help="families, those that can't be imported are named (default vllm,torch)",
+        help=f"families of {','.join(FAMILIES)}; those that can't be imported are named (default vllm,torch)",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="rows are written here as they come; those that are there already are kept"
@@ -51,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", type=Path, nargs="+", metavar="PART", help="time nothing: write the rows of these files to --json, and judge them"
     )
-    parser.add_argument("--shapes", type=some([shape.name for shape in kernels.SHAPES]), help="default: all")
+    parser.add_argument(
+        "--shapes",
+        type=some([shape.name for shape in kernels.SHAPES]),
+        help=f"default: all: {','.join(shape.name for shape in kernels.SHAPES)}",
+    )
     parser.add_argument("--dtypes", type=some(kernels.DTYPES), default=list(kernels.DTYPES), help="default: bf16,fp8")
     parser.add_argument("--tokens", type=counts, default=list(kernels.TOKENS), help=f"default: {','.join(map(str, kernels.TOKENS))}")
     parser.add_argument(
@@ -61,15 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tune",
         choices=("ladder", "cells"),
         default="ladder",
-        help="ladder: all powers of two, cold and warm, timed; cells: the cells' buckets alone",
+        help="ladder: all powers of two, cold and warm, timed; cells: the cells' buckets alone (default ladder)",
     )
-    parser.add_argument("--minutes", type=float, help="start no cell after so long; the next call goes on")
+    parser.add_argument("--minutes", type=float, help="start no cell after so long; the next call goes on (default: no limit)")
     parser.add_argument(
         "--compile-only",
         action="store_true",
         help="time nothing and need no card: compile every kernel of the triton backend's tactics and write what each takes",
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu compares torch's own paths alone (default cuda)")
 
 
 def run(arguments: argparse.Namespace) -> int:

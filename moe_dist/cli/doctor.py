@@ -8,13 +8,15 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import platform
-import uuid
 
 import torch
 
 from moe_dist.backends.registry import explain_backends
+from moe_dist.cli.checks import positive, why_not_kept
 from moe_dist.config import DEFAULT_MAX_NUM_TOKENS, ExpertConfig, MoEConfig, RoutingConfig
+from moe_dist.interop.hf_config import read_model
 from moe_dist.settings import default_store
+from moe_dist.stores.layered import ReadOnlyStore
 from moe_dist.stores.open import open_store
 
 HELP = "say what is installed, which devices and backends there are, and whether the store can be used"
@@ -27,14 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = sorted(point.name for point in importlib.metadata.entry_points(group=REPORTS))
     parser.add_argument("framework", nargs="?", choices=known, help="say also how it stands with this framework's plugin")
     parser.add_argument("--model", help="of the framework's commands that tune")
-    parser.add_argument("--tp", type=int, default=1, help="ranks that cut every expert (default 1)")
-    parser.add_argument("--ep", type=int, default=1, help="ranks that share out the experts (default 1)")
-    parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_NUM_TOKENS, help="the largest token count of a step (default 8192)")
+    parser.add_argument("--tp", type=positive, default=1, help="ranks that cut every expert (default 1)")
+    parser.add_argument("--ep", type=positive, default=1, help="ranks that share out the experts (default 1)")
+    parser.add_argument(
+        "--max-tokens", type=positive, default=DEFAULT_MAX_NUM_TOKENS, help="the largest token count of a step (default 8192)"
+    )
     parser.add_argument("--store", help="folder or URL (default: $MOE_DIST_STORE, else the user's cache)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0: this machine can tune; 1: its store can't keep results."""
+    """0: this machine can tune; 1: its store can't keep results. ConfigError: `tune` would refuse the model or how it is cut."""
+    if arguments.model is not None:
+        read_model(arguments.model).moe_config(tp_size=arguments.tp, ep_size=arguments.ep, routed=True)
     print(f"python {platform.python_version()} on {platform.platform()}")
     for name in DISTRIBUTIONS:
         print(f"{name} {_version(name)}")
@@ -67,15 +73,12 @@ def _describe(device: torch.device) -> str:
 
 def _check_store(url: str) -> int:
     store = open_store(url)
-    key = f"doctor/{uuid.uuid4().hex}"
-    try:
-        kept = store.put(key, b"moe-dist doctor")
-        found = store.get(key)
-        store.delete(key)
-    finally:
-        store.close()
-    if kept and found == b"moe-dist doctor":
+    store.close()
+    reason = why_not_kept(url)
+    if isinstance(store, ReadOnlyStore) and reason is None:
+        reason = "it is read-only"
+    if reason is None:
         print(f"store {store.url}: written, read back and removed a value")
         return 0
-    print(f"store {store.url}: does not keep what is written; tuning would last as long as its process")
+    print(f"store {store.url}: does not keep what is written ({reason}); tuning would last as long as its process")
     return 1

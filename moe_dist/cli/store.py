@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from moe_dist.cli.checks import quiet_stores, require_reached, require_there
 from moe_dist.distributed.epoch import EPOCHS
 from moe_dist.errors import ConfigError
 from moe_dist.settings import default_store
@@ -21,7 +22,7 @@ FOLDERS = (ENTRIES, EPOCHS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--store", help="folder or URL (default: $MOE_DIST_STORE, else the user's cache)")
+    _add_store(parser, default=None)
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     listing = actions.add_parser("ls", help="one line a value: key, what it is, winner and default")
     listing.add_argument("prefix", nargs="?", help="only below this key: entries, epochs, or further down")
@@ -29,12 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("key")
     remove = actions.add_parser("rm", help="remove values; what is removed is tuned again when asked for")
     remove.add_argument("keys", nargs="+", metavar="key", help="a key, or a prefix for everything below it")
+    for action in (listing, show, remove):
+        _add_store(action, default=argparse.SUPPRESS)  # after the action, too; not given there, it leaves what was given before
+
+
+def _add_store(parser: argparse.ArgumentParser, *, default: str | None) -> None:
+    parser.add_argument("--store", default=default, help="folder or URL (default: $MOE_DIST_STORE, else the user's cache)")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """StoreError: the store is not there, or can't be reached: what it holds is then not known."""
     store = open_store(arguments.store or default_store())
     try:
-        return {"ls": _ls, "show": _show, "rm": _rm}[arguments.action](store, arguments)
+        require_there(store)
+        with quiet_stores():
+            return {"ls": _ls, "show": _show, "rm": _rm}[arguments.action](store, arguments)
     finally:
         store.close()
 
@@ -42,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _ls(store: Store, arguments: argparse.Namespace) -> int:
     keys = _below(store, arguments.prefix)
     values = store.get_many(keys)
+    require_reached(store)
     for key in keys:
         print(f"{key}  {_line(key, values[key]) if key in values else '(gone)'}")
     print(f"{len(keys)} values in {store.url}", file=sys.stderr)
@@ -50,6 +61,7 @@ def _ls(store: Store, arguments: argparse.Namespace) -> int:
 
 def _show(store: Store, arguments: argparse.Namespace) -> int:
     value = store.get(arguments.key)
+    require_reached(store)
     if value is None:
         raise ConfigError(f"{store.url} holds no {arguments.key!r}; `moe-dist store ls` lists its keys")
     print(json.dumps(_content(arguments.key, value), indent=1))
@@ -63,13 +75,18 @@ def _rm(store: Store, arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{store.url} holds nothing at or below {named!r}; `moe-dist store ls` lists its keys")
         for key in keys:
             store.delete(key)
+            require_reached(store)
         print(f"removed {len(keys)} values at {named}")
     return 0
 
 
 def _below(store: Store, prefix: str | None) -> list[str]:
     prefixes = [prefix.rstrip("/")] if prefix else FOLDERS
-    return [key for folder in prefixes for key in store.list(folder)]
+    keys = []
+    for folder in prefixes:
+        keys += store.list(folder)
+        require_reached(store)
+    return keys
 
 
 def _line(key: str, value: bytes) -> str:

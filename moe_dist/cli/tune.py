@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import os
 import signal
 import sys
 import time
@@ -23,15 +22,18 @@ import torch.distributed as dist
 
 from moe_dist.backends.base import MoEProblem
 from moe_dist.backends.registry import usable_backends
+from moe_dist.cli.checks import positive, quiet_stores, require_writable, why_not_kept
 from moe_dist.cli.tune_report import Progress, TuneResult, count_diverged, print_summary, write_json
 from moe_dist.config import DEFAULT_MAX_NUM_TOKENS, DTYPES
+from moe_dist.distributed.epoch import published
 from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT
 from moe_dist.distributed.layout import Layout, Place
-from moe_dist.errors import ConfigError, GroupError, first_line
+from moe_dist.errors import ConfigError, GroupError, StoreError, first_line
 from moe_dist.interop.hf_config import QUANT_NAMES, ModelShape, read_model
 from moe_dist.operation import MoEOperation, make_random_weights
 from moe_dist.settings import RankSettings, default_store, rank_settings
 from moe_dist.stores.base import Store
+from moe_dist.stores.layered import ReadOnlyStore, shared_layer
 from moe_dist.stores.open import open_store
 from moe_dist.tuning.pass_terms import ProgressEvent
 from moe_dist.tuning.policy import OBJECTIVES, POLICIES, STRATEGIES, MeasurementPolicy
@@ -43,11 +45,11 @@ HELP = "tune a model's MoE layer ahead of a deployment; under torchrun, on all i
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a known name, a Hugging Face repo id, a config.json or the folder that holds one")
-    parser.add_argument("--tp", type=_positive, default=1, help="ranks that cut every expert (default 1)")
-    parser.add_argument("--ep", type=_positive, default=1, help="ranks that share out the experts (default 1)")
-    parser.add_argument("--pp", type=_positive, default=1, help="pipeline stages, each a group that tunes apart (default 1)")
+    parser.add_argument("--tp", type=positive, default=1, help="ranks that cut every expert (default 1)")
+    parser.add_argument("--ep", type=positive, default=1, help="ranks that share out the experts (default 1)")
+    parser.add_argument("--pp", type=positive, default=1, help="pipeline stages, each a group that tunes apart (default 1)")
     parser.add_argument(
-        "--dp", type=_positive, default=1, help="replicas, each a group that tunes apart (default 1); EP that spans DP is a larger --ep"
+        "--dp", type=positive, default=1, help="replicas, each a group that tunes apart (default 1); EP that spans DP is a larger --ep"
     )
     parser.add_argument("--allow-uneven", action="store_true", help="let the first ranks hold one expert more")
     parser.add_argument("--dtype", choices=DTYPES, help="of activations (default: the checkpoint's)")
@@ -56,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--buckets", type=_buckets, help="where buckets end: '1,2,4', or '1:256' for the powers of two between")
     sizes.add_argument(
-        "--max-tokens", type=_positive, default=DEFAULT_MAX_NUM_TOKENS, help="powers of two up to this token count (default 8192)"
+        "--max-tokens", type=positive, default=DEFAULT_MAX_NUM_TOKENS, help="powers of two up to this token count (default 8192)"
     )
     parser.add_argument("--policy", choices=POLICIES, default="eager", help="how time is taken (default eager)")
     parser.add_argument("--strategy", choices=STRATEGIES, default="reduce", help="who times what (default reduce)")
@@ -73,12 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cap", type=_seconds, default=CAP, help="seconds that one pass may take in all")
 
 
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least 1")
-    return int(text)
-
-
 def _seconds(text: str) -> timedelta:
     with contextlib.suppress(ValueError, OverflowError):
         if (value := timedelta(seconds=float(text))) > timedelta(0):
@@ -91,7 +87,7 @@ def _buckets(text: str) -> BucketLadder:
     bounds: set[int] = set()
     for part in text.split(","):
         first, colon, last = part.partition(":")
-        low, high = _positive(first), _positive(last if colon else first)
+        low, high = positive(first), positive(last if colon else first)
         if low > high:
             raise argparse.ArgumentTypeError(f"{part!r} falls; write the smaller token count first")
         bounds |= {low, high, *(1 << power for power in range(high.bit_length()) if low < 1 << power < high)}
@@ -109,12 +105,19 @@ class TuneJob:
     ladder: BucketLadder
     policy: MeasurementPolicy
     device: torch.device
+    store_url: str  # may hold a password; `store.url` doesn't
     store: Store
     layout: Layout
 
     @property
     def place(self) -> Place:
         return self.layout.place(self.ranks.rank)
+
+    @property
+    def deployment(self) -> str:
+        """Whose epochs these are: of a pipeline, each stage's apart."""
+        named: str = self.arguments.deployment
+        return named if self.layout.pp == 1 else f"{named}/stage-{self.place.stage}"
 
 
 def plan_job(arguments: argparse.Namespace, ranks: RankSettings) -> TuneJob:
@@ -139,11 +142,12 @@ def plan_job(arguments: argparse.Namespace, ranks: RankSettings) -> TuneJob:
         )
     policy = MeasurementPolicy(arguments.policy)
     policy.modes(arguments.device)
-    if arguments.json is not None and ranks.rank == 0:
-        _require_writable(arguments.json)
+    if ranks.rank == 0:
+        require_writable(arguments.json)
     problem = MoEProblem.of(config, routed=arguments.routed)
     device = _device(arguments.device, ranks)
     next(usable_backends(problem, device, config.options))  # raises where there is none
+    store_url = ("read-only:" if arguments.no_write else "") + (arguments.store or default_store())
     return TuneJob(
         arguments=arguments,
         ranks=ranks,
@@ -152,18 +156,47 @@ def plan_job(arguments: argparse.Namespace, ranks: RankSettings) -> TuneJob:
         ladder=ladder,
         policy=policy,
         device=device,
-        store=open_store(("read-only:" if arguments.no_write else "") + (arguments.store or default_store())),
+        store_url=store_url,
+        store=open_store(store_url),
         layout=layout,
     )
 
 
-def _require_writable(path: Path) -> None:
-    """ConfigError: rank 0 could not write its results here in the end."""
-    if path.is_dir():
-        raise ConfigError(f"--json {str(path)!r} is a folder; name a file")
-    above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not os.access(above, os.W_OK) or (above != path and not above.is_dir()):
-        raise ConfigError(f"--json {str(path)!r} can't be written: {str(above)!r} is not writable; name another place")
+def _require_a_store_that_keeps(job: TuneJob, group: dist.ProcessGroup | None) -> None:
+    """StoreError: no rank of `group` can use its store, so that nothing would outlive the run. Where some can, tuning goes on, and
+    the others warn: a disk of one host may fail. A collective call."""
+    if job.store.url == "memory:":
+        return  # asked for
+    mine = why_not_kept(job.store_url)
+    reasons: list[str | None] = [mine]
+    if group is not None:
+        reasons = [None] * dist.get_world_size(group)
+        dist.all_gather_object(reasons, mine, group)
+    if mine is None or None in reasons:
+        return
+    raise StoreError(
+        f"store {job.store.url} can't be used: {mine}; mend it (`moe-dist doctor --store` checks "
+        "it), name another with --store, or tune with --store memory:, which keeps nothing"
+    )
+
+
+def _why_not_kept(job: TuneJob, result: TuneResult) -> str | None:
+    """Why the winners of `result` won't be found by who opens the store after this run; None: they will, or there are none."""
+    if job.store.url == "memory:":
+        return "memory: lasts as long as its process"
+    if isinstance(job.store, ReadOnlyStore):
+        return "--no-write" if job.arguments.no_write else "the store is read-only"
+    if not result.reports:
+        return None
+    last, store = result.reports[-1], open_store(job.store_url)  # anew: this process's own sees also what its medium did not take
+    try:
+        with quiet_stores():
+            shared = shared_layer(store)
+            if any((name.number, name.table) == (last.epoch, last.digest) for name in published(shared, job.deployment)):
+                return None
+            return shared.degraded or f"epoch {last.epoch} is not there"
+    finally:
+        store.close()
 
 
 def _device(kind: str, ranks: RankSettings) -> torch.device:
@@ -183,8 +216,12 @@ def run(arguments: argparse.Namespace) -> int:
         result = _tune(job, interrupts)
     if job.ranks.rank != 0:
         return result.exit_code
+    result.not_kept = _why_not_kept(job, result)
     if result.error:
         print(f"moe-dist: {result.error}", file=sys.stderr)
+    if result.not_kept and job.store.url != "memory:" and not isinstance(job.store, ReadOnlyStore):
+        print(f"moe-dist: the winners are not kept in {job.store.url}: {result.not_kept}", file=sys.stderr)
+        result.exit_code = result.exit_code or 1
     print_summary(job.problem.config, result, sys.stdout)
     if arguments.json is not None:
         try:
@@ -266,6 +303,7 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
     try:
         with _plain_signals():
             group = _process_group(job)
+            _require_a_store_that_keeps(job, group)
         with (
             progress,
             Tuner(
@@ -277,7 +315,7 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
                 ladder=job.ladder,
                 probe=ProbeSpec(routing=arguments.routing, seed=arguments.seed),
                 budget=arguments.budget and arguments.budget / len(buckets),
-                deployment=arguments.deployment if job.layout.pp == 1 else f"{arguments.deployment}/stage-{job.place.stage}",
+                deployment=job.deployment,
                 device=job.device,
                 progress_timeout=arguments.progress_timeout,
                 cap=arguments.cap,

@@ -25,7 +25,7 @@ from moe_dist.tuning.tuner import PassReport, Row
 @dataclasses.dataclass
 class TuneResult:
     """How a run went. reports: of the committed passes, out of `passes`. diverged: keys whose winner differs between ranks;
-    None: the run ended before ranks could compare. error: why it ended early."""
+    None: the run ended before ranks could compare. error: why it ended early. not_kept: why its winners outlive it nowhere."""
 
     ranks: int
     store: str
@@ -35,6 +35,7 @@ class TuneResult:
     seconds: float = 0.0
     error: str | None = None
     exit_code: int = 0
+    not_kept: str | None = None
 
     @property
     def rows(self) -> list[Row]:
@@ -117,16 +118,18 @@ def print_summary(config: MoEConfig, result: TuneResult, out: TextIO) -> None:
 
 def _totals(result: TuneResult) -> str:
     cells = len(result.rows)
+    place = f"in {result.store}"
+    if result.not_kept:  # of a layered store the local one has them
+        place = f"{'on this host alone' if result.store.startswith('layered:') else 'nowhere'} ({result.not_kept})"
     if result.error:
-        kept = f"{len(result.reports)} of {result.passes} buckets were committed and stay"
-        return f"{kept} in {result.store}; measured {result.measured} candidates in {result.seconds:.1f} s"
+        stay = "are kept" if result.not_kept else "stay"
+        return f"{len(result.reports)} of {result.passes} buckets were committed and {stay} {place}; measured {result.measured} candidates in {result.seconds:.1f} s"
     agreed = f"{result.diverged or 'no'} key{'s differ' if result.diverged != 1 else ' differs'} between {result.ranks} ranks"
     if result.ranks == 1:
         agreed = "one rank"
     if cells and result.measured == 0 and result.hits == cells:
         return f"measured nothing: all {cells} winners came from {result.store}; {agreed}; {result.seconds:.1f} s"
-    kept = "kept nowhere (--no-write)" if result.store.startswith("read-only:") else f"kept in {result.store}"
-    return f"measured {result.measured} candidates, {result.hits} hits of {cells}; {agreed}; {result.seconds:.1f} s; {kept}"
+    return f"measured {result.measured} candidates, {result.hits} hits of {cells}; {agreed}; {result.seconds:.1f} s; kept {place}"
 
 
 def write_json(path: Path, shape: ModelShape, config: MoEConfig, arguments: argparse.Namespace, result: TuneResult) -> None:
@@ -142,6 +145,7 @@ def write_json(path: Path, shape: ModelShape, config: MoEConfig, arguments: argp
         "strategy": arguments.strategy,
         "objective": arguments.objective,
         "store": result.store,
+        "not_kept": result.not_kept,
         "epoch": last.epoch if last else None,
         "digest": last.digest if last else None,
         "keys": [_key(row) for row in result.rows],

@@ -43,6 +43,10 @@ class FilesystemStore(DegradingStore):
         """Where the tuner remembers crashes: beside the entries, under a name that is no key's folder."""
         return f"{self._root}/+journal"
 
+    def exists(self) -> bool:
+        """Whether somebody has made the directory."""
+        return os.path.isdir(self._root)
+
     def close(self) -> None:
         """Nothing is held open."""
 

@@ -93,3 +93,28 @@ def test_the_lookup_benchmark_writes_its_table(tmp_path: Path) -> None:
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "agreement", "--ranks", "2", "--keys", "7"]) == 2
     assert capsys.readouterr().err == "moe-dist: keys is 7; it must be a multiple of the 5 buckets of a problem\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["agreement", "--ranks", "2", "0"], "ranks is 0; divergence needs at least 2"),
+        (["scaling", "--ranks", "0", "--keys", "10"], "ranks is 0; scaling needs at least 2"),
+        (["scaling", "--ranks", "8", "1", "--keys", "10"], "ranks is 1; scaling needs at least 2"),
+        (["scaling", "--ranks", "2", "--keys", "10", "0"], "keys is 0; scaling needs at least 1"),
+        # Written only in the end, and so refused before: of every kind, by one check.
+        (["agreement", "--json", "/proc/nosuch/out.json"], "--json '/proc/nosuch/out.json' can't be written: "),
+        (["scaling", "--json", "/proc/nosuch/out.json"], "--json '/proc/nosuch/out.json' can't be written: "),
+        (["kernels", "--device", "cpu", "--json", "/proc/nosuch/out.json"], "--json '/proc/nosuch/out.json' can't be written: "),
+        (["stores", "memory:", "--json", "/proc/nosuch/out.json"], "--json '/proc/nosuch/out.json' can't be written: "),
+        (["soak", "--model", "m", "--json", "/proc"], "--json '/proc' is a folder; name a file"),
+    ],
+)
+def test_what_could_not_end_well_is_refused_before_anything_runs(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"moe-dist: {message}")
+    assert said.err.count("\n") == 1
+    assert said.out == ""

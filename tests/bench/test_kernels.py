@@ -406,7 +406,7 @@ def test_the_command_resumes_merges_and_refuses(tmp_path: Path, monkeypatch: pyt
     assert main([*arguments, "--json", str(file)]) == 0
     first = json.loads(file.read_text())
     shown, said = capfd.readouterr()
-    assert "peer vllm can't be had: ConfigError: vLLM's experts need a CUDA device" in said
+    assert "peer vllm can't be had: ModuleNotFoundError: vllm is not installed here" in said
     assert first["peers"]["vllm"].startswith("missing: ")
     assert "| tiny | 1 | torch_grouped_mm |" in shown
     assert [row["peer"] for row in first["kernels"]] == ["torch_grouped_mm"]
@@ -421,3 +421,22 @@ def test_the_command_resumes_merges_and_refuses(tmp_path: Path, monkeypatch: pyt
     file.write_text(json.dumps(first | {"machine": first["machine"] | {"gpu": "another"}}))
     assert main([*arguments, "--json", str(file)]) == 2
     assert "use another --json FILE, or --again" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_the_cpu_must_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", "--json", str(tmp_path / "rows.json")]) == 2
+    said = capsys.readouterr()
+    assert said.err == (
+        "moe-dist: --device cuda: torch sees no CUDA device in this process; use --device cpu, which compares torch's own paths\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_says_what_is_taken_by_default(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        main(["bench", "kernels", "--help"])
+    said = {part.split()[0]: part for part in capsys.readouterr().out.split("\n  --")[1:]}
+    for option in ("peers", "shapes", "dtypes", "tokens", "modes", "tune", "minutes", "device"):
+        assert "default" in said[option], option

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -160,3 +161,39 @@ def test_a_file_has_one_row_a_line_and_reads_back(tmp_path: Path) -> None:
     text = (tmp_path / "new/agreement.json").read_text()
     assert json.loads(text) == content
     assert len(text.splitlines()) == len(MATRIX) + len(DIVERGENCE) + 2 * 2 + 4 + 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("out", "plain"),
+    [
+        (io.StringIO(), True),  # a pipe
+        (Terminal(), False),  # 80 columns hold this
+    ],
+)
+def test_a_narrow_table_is_drawn_on_a_terminal_alone(out: io.StringIO, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    report.show("few", [{"ranks": 8, "case": "one host"}, {"ranks": 64, "case": "all"}], out)
+    lines = out.getvalue().splitlines()
+    assert (lines == ["few", "ranks\tcase", "8\tone host", "64\tall"]) is plain
+    assert any("┃" in line for line in lines) is not plain
+
+
+def test_a_table_wider_than_the_terminal_is_printed_plainly_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    row = {f"a_long_name_{at}": 1_000_000 + at for at in range(13)}  # as many as scaling has
+    out = Terminal()
+    report.show("many", [row], out)
+    assert out.getvalue().splitlines() == ["many", "\t".join(row), "\t".join(map(str, row.values()))]
+
+
+def test_no_rows_are_a_title(capsys: pytest.CaptureFixture[str]) -> None:
+    report.show("none", [])
+    assert capsys.readouterr().out == "none\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -69,12 +70,68 @@ def test_wrong_keys_are_refused(folder: str, action: list[str], message: str, ca
     assert re.search(message, capsys.readouterr().err)
 
 
+def unreachable() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"redis://:secret@127.0.0.1:{probe.getsockname()[1]}/0"
+
+
+@pytest.mark.parametrize("action", [["ls"], ["ls", "entries"], ["show", "entries/e/1"], ["rm", "entries"]])
+def test_a_store_that_can_t_be_reached_is_no_empty_one(action: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "--store", unreachable(), *action]) == 2
+    said = capsys.readouterr()
+    assert re.search(r"moe-dist: store redis://127.0.0.1:\d+/0 can't be used: .*; `moe-dist doctor --store` checks one", said.err)
+    assert "secret" not in said.err
+    assert "in memory" not in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize("url", ["{}", "read-only:{}"])
+def test_a_folder_that_is_not_there_is_no_empty_store(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "--store", url.format(tmp_path / "new"), "ls"]) == 2
+    assert f"file://{tmp_path / 'new'}: there is no such folder; name another with --store" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_store_may_be_named_after_the_action(folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MOE_DIST_STORE", "/nosuch")
+    assert main(["store", "ls", "--store", folder]) == 0
+    assert main(["store", "--store", folder, "show", "entries/e/1"]) == 0
+    assert main(["store", "rm", "entries", "--store", folder]) == 0
+    assert capsys.readouterr().out.endswith("removed 2 values at entries\n")
+
+
 def test_doctor_checks_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--store", str(tmp_path / "new")]) == 0
     said = capsys.readouterr().out
     assert "written, read back and removed a value" in said
     assert "backend torch_grouped on cpu: runs a small bf16 layer" in said
     assert FilesystemStore(tmp_path / "new").list("") == []
+    assert main(["doctor", "--store", "/proc/nosuch"]) == 1
+    assert re.search(r"store file:///proc/nosuch: does not keep what is written \(.+\); tuning would last", capsys.readouterr().out)
     # A store that dies with its process keeps nothing for the next one.
     assert main(["doctor", "--store", "memory:"]) == 1
-    assert "store memory:: does not keep what is written" in capsys.readouterr().out
+    assert "store memory:: does not keep what is written (it lasts as long as its process)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nosuch"], "unknown model 'nosuch'; .*pass its config.json or the folder that holds it"),
+        (["--model", "olmoe-1b-7b", "--tp", "3"], "intermediate_size 1024 is not divisible by tp_size 3"),
+        (["--model", "olmoe-1b-7b", "--ep", "3"], "num_experts 64 is not divisible by ep_size 3"),
+        (["--tp", "0"], "argument --tp: '0' is no integer of at least 1"),
+    ],
+)
+def test_doctor_recommends_nothing_that_tune_refuses(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--store", str(tmp_path), *arguments]) == 2
+    said = capsys.readouterr()
+    assert re.search(f"^moe-dist: {message}", said.err)
+    assert said.out == ""
+
+
+def test_doctor_takes_a_model_that_tune_takes(tmp_path: Path) -> None:
+    # Its routing can't be described: the printed command says --routed.
+    assert main(["doctor", "--store", str(tmp_path), "--model", "phi-3.5-moe", "--tp", "2"]) == 0

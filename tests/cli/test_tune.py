@@ -26,6 +26,7 @@ from moe_dist.cli.tune import Interrupted, _Interrupts, plan_job
 from moe_dist.errors import ConfigError, UnsupportedBackend
 from moe_dist.settings import RankSettings
 from moe_dist.stores.codec import decode_epoch
+from moe_dist.stores.degrade import Unavailable
 from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.tuning.adoption import choose_committed
 from moe_dist.tuning.problem import digest
@@ -42,6 +43,7 @@ MODEL = {
     "hidden_act": "silu",
     "torch_dtype": "float32",
 }
+WRITE = FilesystemStore._write
 DEADLINE_S = 120.0  # of a whole run on a busy machine; a hang is longer
 pytestmark = pytest.mark.timeout(300)  # some tests make two runs
 
@@ -112,6 +114,47 @@ def test_store_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert not said.out
 
 
+UNUSABLE = ["/proc/nosuch", "read-only:redis://:secret@{dead}/0", "redis://:secret@{dead}/0", "layered:/tmp,redis://{dead}/0"]
+
+
+@pytest.mark.parametrize("url", UNUSABLE)
+def test_a_store_that_keeps_nothing_is_refused_before_anything_is_measured(
+    url: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = url.replace("/tmp", str(tmp_path / "local")).format(dead=f"127.0.0.1:{free_port()}")
+    assert main(["tune", "--device", "cpu", "--model", model, "--buckets", "1", "--store", url]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert re.search(r"^moe-dist: store \S+ can't be used: .+; mend it .*, name another with --store, or .* --store memory:", said.err)
+    assert "in memory" not in said.err
+    assert "secret" not in said.err
+
+
+def test_memory_is_a_store_that_was_asked_for(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--device", "cpu", "--model", model, "--buckets", "1", "--store", "memory:"]) == 0
+    assert "kept nowhere (memory: lasts as long as its process)" in capsys.readouterr().out
+
+
+def test_a_store_that_dies_while_tuning_costs_the_exit_code_and_not_the_winners(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FilesystemStore, "_write", _full_after_the_check)
+    report = tmp_path / "report.json"
+    asked = ["tune", "--device", "cpu", "--model", model, "--buckets", "1,2", "--store", str(tmp_path / "store"), "--json", str(report)]
+    assert main(asked) == 1
+    said = capsys.readouterr()
+    assert said.out.count("tuned") == 2, "the winners are printed"
+    assert said.out.rstrip().endswith("kept nowhere (epoch 2 is not there)")
+    assert f"moe-dist: the winners are not kept in file://{tmp_path / 'store'}: epoch 2 is not there" in said.err
+    assert json.loads(report.read_text())["not_kept"] == "epoch 2 is not there"
+
+
+def _full_after_the_check(store: FilesystemStore, key: str, value: bytes) -> None:
+    if not key.startswith("doctor/"):
+        raise Unavailable("no space left")
+    WRITE(store, key, value)
+
+
 @pytest.mark.parametrize(
     ("text", "bounds"),
     [
@@ -128,8 +171,9 @@ def test_buckets(text: str, bounds: tuple[int, ...]) -> None:
 
 def test_results_that_could_not_be_written_are_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"--json '.*file/out.json' can't be written: '.*file' is not writable; name another place"):
-        plan_job(parsed("--model", "olmoe-1b-7b", "--json", str(tmp_path / "file/out.json")), RankSettings())
+    for place in (str(tmp_path / "file"), "/proc/nosuch/deep"):  # root may write everywhere, and still not there
+        with pytest.raises(ConfigError, match=rf"--json '{place}/out.json' can't be written: '.+': .+; name another place"):
+            plan_job(parsed("--model", "olmoe-1b-7b", "--json", f"{place}/out.json"), RankSettings())
     plan_job(parsed("--model", "olmoe-1b-7b", "--json", str(tmp_path / "new/folder/out.json")), RankSettings())
     assert not (tmp_path / "new").exists()
 
@@ -223,7 +267,7 @@ def started(arguments: list[str], size: int = 2, stderr: Callable[[int], int] = 
     for rank in range(size):
         ranks.append(
             subprocess.Popen(
-                [sys.executable, "-m", "moe_dist.tune", "--device", "cpu", *arguments],
+                [sys.executable, "-m", "moe_dist.tune", "--device", "cpu", *(each.replace("$RANK", str(rank)) for each in arguments)],
                 env=environment(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
                 stdout=subprocess.PIPE,
                 stderr=stderr(rank),
@@ -290,6 +334,21 @@ def test_every_rank_refuses_and_rank_0_alone_says_why() -> None:
         "moe-dist: num_experts 64 is not divisible by ep_size 3; choose an ep_size that divides it, or set uneven=True (--allow-uneven)\n"
     )
     assert ends == [(("", message), 2), (("", ""), 2)]
+
+
+def test_a_store_that_one_rank_alone_can_use_is_enough_and_none_is_refused_by_all(model: str, tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1").touch()  # the other host's disk is no folder
+    for url, codes in ((f"{tmp_path}/$RANK/store", [0, 0]), ("/proc/nosuch", [2, 2])):
+        with started(["--model", model, "--ep", "2", "--buckets", "1", "--store", url]) as ranks:
+            ends = [(process.communicate(timeout=DEADLINE_S), process.returncode) for process in ranks]
+        assert [code for _, code in ends] == codes, ends
+        if codes == [0, 0]:
+            assert f"kept in file://{tmp_path}/0/store" in ends[0][0][0]
+            assert "Not a directory" in ends[1][0][1]
+        else:
+            assert "moe-dist: store file:///proc/nosuch can't be used: " in ends[0][0][1]
+            assert ends[1][0][1] == ""
 
 
 MANY = ",".join(map(str, range(1, 101)))  # buckets: more than a run gets through before its signal
