@@ -293,9 +293,9 @@ def counts_steps(rank: Rank, strategy: str, who: int | None) -> Any:
         steps: list[str] = []
         exchange = tuner.group.exchange
 
-        def counted(step: str, word: bytes) -> list[bytes]:
+        def counted(step: str, word: bytes, **which: Any) -> list[bytes]:
             steps.append(step)
-            return exchange(step, word)
+            return exchange(step, word, **which)
 
         tuner.group.exchange = counted  # type: ignore[method-assign]
         tuner.record(operation)
@@ -305,7 +305,9 @@ def counts_steps(rank: Rank, strategy: str, who: int | None) -> Any:
 
 @each_strategy
 def test_the_steps_of_a_pass_follow_from_its_plan_alone(strategy: str, tmp_path: Path) -> None:
-    taken = [outcome.value for who in (None, 1) for outcome in run_ranks(counts_steps, 2, tmp_path / str(who), strategy, who)]
+    outcomes = [outcome for who in (None, 1) for outcome in run_ranks(counts_steps, 2, tmp_path / str(who), strategy, who)]
+    assert [outcome.error for outcome in outcomes] == [""] * 4, outcomes
+    taken = [outcome.value for outcome in outcomes]
     assert all(steps == taken[0] for steps in taken), taken
     assert [step for step in taken[0] if step.startswith(("lend", "reserve"))] == [
         f"{step}-{word}" for step in ("lend", "reserve") for word in ("bytes", "made", "mapped")
