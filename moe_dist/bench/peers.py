@@ -100,10 +100,15 @@ def _swiglu_alone(problem: MoEProblem) -> str | None:
     return None
 
 
+def _require_installed(package: str) -> None:
+    """Said before anything about the device: what is lacking first."""
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(f"{package} is not installed here", name=package)
+
+
 def _open_vllm(device: torch.device, max_num_tokens: int, open_until: contextlib.ExitStack) -> list[Peer]:
     """vLLM's Triton experts with its tuned json for the card where it ships one, and its DeepGEMM experts."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ModuleNotFoundError("vllm is not installed here", name="vllm")
+    _require_installed("vllm")
     if device.type != "cuda":
         raise ConfigError(f"vLLM's experts need a CUDA device, not {device.type!r}")
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -197,6 +202,7 @@ def _open_vllm(device: torch.device, max_num_tokens: int, open_until: contextlib
 
 def _open_sonicmoe(device: torch.device, max_num_tokens: int, open_until: contextlib.ExitStack) -> list[Peer]:
     """SonicMoE's inference call. It takes no ids: its own router product and top-k are part of its time, over a router of random weights."""
+    _require_installed("sonicmoe")
     if device.type != "cuda":
         raise ConfigError(f"SonicMoE needs a CUDA device, not {device.type!r}")
     from sonicmoe.enums import ActivationType

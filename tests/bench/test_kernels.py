@@ -381,8 +381,8 @@ def test_a_family_that_cannot_be_had_is_named_with_its_reason() -> None:
     with open_peers(["torch", "vllm", "sonicmoe"], CPU, 8) as found:
         assert [one.name for one in found.peers] == ["torch_grouped_mm"]
         assert found.missing == {
-            "vllm": "ConfigError: vLLM's experts need a CUDA device, not 'cpu'",
-            "sonicmoe": "ConfigError: SonicMoE needs a CUDA device, not 'cpu'",
+            name: f"ModuleNotFoundError: {name} is not installed here"  # said first, of a package and a GPU that are lacking
+            for name in ("vllm", "sonicmoe")
         }
     with pytest.raises(ConfigError, match="peer 'trt' is not known; choose some of vllm, sonicmoe, torch"), open_peers(["trt"], CPU, 8):
         pass
