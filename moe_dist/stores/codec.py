@@ -7,9 +7,11 @@ it; stores themselves move bytes that they don't look into.
     epoch  v, kind "epoch", number, deployment, problems (packed), tactics, winners, entries (store key: bytes), digest
 
 A time is [median_us, spread_us, samples]; an epoch's winner is [problem, mode, low, high, tactic, tactic_us, default,
-default_us], where problem, tactic and default are places in the lists before it. `digest` is the first 16 bytes of SHA-256 over the map without it. Bytes are taken only if they are
-exactly what encoding their content gives, so a flipped bit, a missing byte or a trailing one is always found. Nothing is
-unpickled or evaluated; sizes are bounded before anything is built.
+default_us], where problem, tactic and default are places in the lists before it, which are in order of first use. Maps and
+winners are sorted, a time is never -0.0: equal content, equal bytes. `digest` is the first 16 bytes of SHA-256 over the map
+without it. Bytes are taken only if they are exactly what encoding their content gives, so a flipped bit, a missing byte, a
+trailing one or another writer's order is always found. Nothing is unpickled or evaluated; sizes are bounded before anything
+is built.
 """
 
 from __future__ import annotations
@@ -40,19 +42,7 @@ class Malformed(ValueError):
 
 def encode_entry(entry: Entry) -> bytes:
     """ValueError: the entry is larger than any reader would take."""
-    return _seal(
-        {
-            "v": FORMAT_VERSION,
-            "kind": "entry",
-            "key": entry.key,
-            "tactic": entry.tactic.to_plain(),
-            "time": _plain_time(entry.time),
-            "default": entry.default.to_plain(),
-            "default_time": None if entry.default_time is None else _plain_time(entry.default_time),
-            "provenance": dict(sorted(entry.provenance.items())),
-        },
-        MAX_ENTRY_BYTES,
-    )
+    return _seal(_entry_content(entry), "entry", MAX_ENTRY_BYTES)
 
 
 def decode_entry(data: bytes, key_digest: str | None = None) -> Entry:
@@ -60,7 +50,7 @@ def decode_entry(data: bytes, key_digest: str | None = None) -> Entry:
 
     Malformed, and no other exception: why these bytes are not that entry.
     """
-    body = _unseal(data, "entry", _ENTRY_FIELDS, MAX_ENTRY_BYTES)
+    body, content = _unseal(data, "entry", _ENTRY_FIELDS, MAX_ENTRY_BYTES)
     try:
         entry = Entry(
             key=_typed(body["key"], bytes),
@@ -70,6 +60,8 @@ def decode_entry(data: bytes, key_digest: str | None = None) -> Entry:
             default_time=None if body["default_time"] is None else _time(body["default_time"]),
             provenance={_typed(name, str): _typed(value, str) for name, value in _typed(body["provenance"], dict).items()},
         )
+        if _entry_content(entry) != content:
+            raise ValueError("not the bytes that encoding its content gives")
     except (TypeError, ValueError) as error:
         raise Malformed(f"not an entry: {error}") from error
     if key_digest is not None and entry.key_digest != key_digest:
@@ -82,29 +74,7 @@ def encode_epoch(epoch: Epoch, entries: Mapping[str, bytes]) -> bytes:
 
     ValueError: the epoch is larger than any reader would take.
     """
-    problems: dict[bytes, int] = {}  # by their bytes: 1 and True are equal keys of a dict, and not the same problem or tactic
-    tactics: dict[bytes, int] = {}
-    winners = []
-    for cell, winner in epoch.winners.items():
-        places = [
-            problems.setdefault(cell.problem.packed, len(problems)),
-            *(tactics.setdefault(msgpack.packb(tactic.to_plain()), len(tactics)) for tactic in (winner.tactic, winner.default)),
-        ]
-        times = [None if time is None else float(time) for time in (winner.tactic_us, winner.default_us)]
-        winners.append([places[0], cell.mode, cell.bucket.low, cell.bucket.high, places[1], times[0], places[2], times[1]])
-    return _seal(
-        {
-            "v": FORMAT_VERSION,
-            "kind": "epoch",
-            "number": epoch.number,
-            "deployment": epoch.deployment,
-            "problems": list(problems),
-            "tactics": [msgpack.unpackb(tactic) for tactic in tactics],
-            "winners": winners,
-            "entries": dict(entries),
-        },
-        MAX_EPOCH_BYTES,
-    )
+    return _seal(_epoch_content(epoch, entries), "epoch", MAX_EPOCH_BYTES)
 
 
 def decode_epoch(data: bytes, *, deployment: str | None = None, number: int | None = None) -> tuple[Epoch, dict[str, bytes]]:
@@ -112,7 +82,7 @@ def decode_epoch(data: bytes, *, deployment: str | None = None, number: int | No
 
     Malformed, and no other exception: why these bytes are not that epoch.
     """
-    body = _unseal(data, "epoch", _EPOCH_FIELDS, MAX_EPOCH_BYTES)
+    body, content = _unseal(data, "epoch", _EPOCH_FIELDS, MAX_EPOCH_BYTES)
     try:
         problems = [Problem.from_packed(_typed(packed, bytes)) for packed in body["problems"]]
         tactics = [_tactic(plain) for plain in body["tactics"]]
@@ -125,7 +95,9 @@ def decode_epoch(data: bytes, *, deployment: str | None = None, number: int | No
             raise ValueError("a cell occurs twice")
         epoch = Epoch(_typed(body["number"], int), _typed(body["deployment"], str), winners)
         entries = {_typed(key, str): _typed(entry, bytes) for key, entry in _typed(body["entries"], dict).items()}
-    except (TypeError, ValueError) as error:
+        if _epoch_content(epoch, entries) != content:
+            raise ValueError("not the bytes that encoding its content gives")
+    except (TypeError, ValueError, RecursionError) as error:  # a problem may nest as deep as msgpack reads
         raise Malformed(f"not an epoch: {error}") from error
     if deployment is not None and epoch.deployment != deployment:
         raise Malformed(f"the epoch of deployment {epoch.deployment!r} lies where {deployment!r} was asked for")
@@ -134,16 +106,68 @@ def decode_epoch(data: bytes, *, deployment: str | None = None, number: int | No
     return epoch, entries
 
 
-def _seal(body: dict[str, Any], limit: int) -> bytes:
-    content: bytes = msgpack.packb(body, use_bin_type=True)
+def _entry_content(entry: Entry) -> bytes:
+    return _pack(
+        {
+            "v": FORMAT_VERSION,
+            "kind": "entry",
+            "key": entry.key,
+            "tactic": entry.tactic.to_plain(),
+            "time": _plain_time(entry.time),
+            "default": entry.default.to_plain(),
+            "default_time": None if entry.default_time is None else _plain_time(entry.default_time),
+            "provenance": dict(sorted(entry.provenance.items())),
+        }
+    )
+
+
+def _epoch_content(epoch: Epoch, entries: Mapping[str, bytes]) -> bytes:
+    problems: dict[bytes, int] = {}  # by their bytes: 1 and True are equal keys of a dict, and not the same problem or tactic
+    tactics: dict[bytes, int] = {}
+    winners = []
+    # Many cells share few tactics: each is packed once.
+    used = {id(tactic): tactic for winner in epoch.winners.values() for tactic in (winner.tactic, winner.default)}
+    packed = {name: _pack(tactic.to_plain()) for name, tactic in used.items()}
+    for cell in sorted(epoch.winners, key=lambda cell: (cell.problem.packed, cell.mode, cell.bucket.low, cell.bucket.high)):
+        winner = epoch.winners[cell]
+        problem = problems.setdefault(cell.problem.packed, len(problems))
+        tactic = tactics.setdefault(packed[id(winner.tactic)], len(tactics))
+        default = tactics.setdefault(packed[id(winner.default)], len(tactics))
+        default_us = None if winner.default_us is None else _plain_us(winner.default_us)
+        winners.append([problem, cell.mode, cell.bucket.low, cell.bucket.high, tactic, _plain_us(winner.tactic_us), default, default_us])
+    return _pack(
+        {
+            "v": FORMAT_VERSION,
+            "kind": "epoch",
+            "number": epoch.number,
+            "deployment": epoch.deployment,
+            "problems": list(problems),
+            "tactics": [msgpack.unpackb(tactic) for tactic in tactics],
+            "winners": winners,
+            "entries": dict(sorted(entries.items())),
+        }
+    )
+
+
+def _pack(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    return packed
+
+
+def _seal(content: bytes, kind: str, limit: int) -> bytes:
     # The same map with one field more: a map of up to 15 fields begins with the byte 0x80 + their number.
-    data = b"%c%b%b%b" % (content[0] + 1, content[1:], _TAIL, hashlib.sha256(content).digest()[:16])
+    data = b"%c%b%b%b" % (content[0] + 1, content[1:], _TAIL, _digest(content))
     if len(data) > limit:
-        raise ValueError(f"{body.get('kind')} of {len(data)} bytes; the limit is {limit}")
+        raise ValueError(f"{kind} of {len(data)} bytes; the limit is {limit}")
     return data
 
 
-def _unseal(data: bytes, kind: str, fields: list[str], limit: int) -> dict[str, Any]:
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()[:16]
+
+
+def _unseal(data: bytes, kind: str, fields: list[str], limit: int) -> tuple[dict[str, Any], bytes]:
+    """The map in `data` and its bytes without the digest, which is right."""
     if not isinstance(data, bytes) or len(data) > limit:
         raise Malformed(f"{len(data) if isinstance(data, bytes) else type(data).__name__} bytes; the limit is {limit}")
     try:
@@ -157,13 +181,14 @@ def _unseal(data: bytes, kind: str, fields: list[str], limit: int) -> dict[str, 
         body.pop("digest", None)
         if list(body) != fields:
             raise Malformed(f"fields {', '.join(map(str, body))} where {', '.join(fields)} were expected")
-        if _seal(body, limit) != data:
+        content = b"%c%b" % (data[0] - 1, data[1 : -len(_TAIL) - 16])
+        if data[len(content) :] != _TAIL + _digest(content):
             raise Malformed("digest differs: the bytes were damaged")
     except Malformed:
         raise
     except (ValueError, TypeError, OverflowError, RecursionError) as error:  # all that msgpack raises over bytes it can't read
         raise Malformed(f"not msgpack: {type(error).__name__} {error}") from error
-    return body
+    return body, content
 
 
 def _typed(value: Any, wanted: type) -> Any:
@@ -177,7 +202,11 @@ def _tactic(plain: Any) -> Tactic:
 
 
 def _plain_time(time: Timed) -> list[Any]:
-    return [float(time.median_us), float(time.spread_us), int(time.samples)]
+    return [_plain_us(time.median_us), _plain_us(time.spread_us), int(time.samples)]
+
+
+def _plain_us(time: float) -> float:
+    return float(time) + 0.0  # which makes 0.0 of -0.0: equal times, equal bytes
 
 
 def _time(plain: Any) -> Timed:

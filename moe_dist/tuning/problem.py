@@ -98,7 +98,8 @@ class Problem:
         problem = cls(operation, fields)
         if name != cls.__name__ or type(operation) is not str or type(fields) is not tuple:
             raise TypeError(f"not a problem: {name!r}")
-        problem.__dict__["packed"] = packed  # what the cached property would give
+        if problem.packed != packed:
+            raise ValueError("not the bytes that packing its problem gives")
         return problem
 
 
@@ -134,13 +135,16 @@ class Tactic:
     def from_plain(cls, plain: Sequence[Any]) -> Tactic:
         """TypeError or ValueError: not what `to_plain` gives, or a parameter that is no finite number."""
         backend, params, collective = plain
-        pairs = [(name, value) for name, value in params]
-        names, kinds = {type(name) for name, _ in pairs}, {type(value) for _, value in pairs}
-        if type(backend) is not str or type(collective) is not bool or not names <= {str} or not kinds <= _SCALARS:
+        pairs = tuple([(name, value) for name, value in params])
+        names = [name for name, _ in pairs]
+        kinds, of_names = {type(value) for _, value in pairs}, {type(name) for name in names}
+        if type(backend) is not str or type(collective) is not bool or not of_names <= {str} or not kinds <= _SCALARS:
             raise TypeError(f"not a tactic: {plain!r}")
+        if names != sorted(set(names)):
+            raise ValueError(f"a tactic's parameters must be sorted, and each there once: {plain!r}")
         if float in kinds and not all(math.isfinite(value) for _, value in pairs if type(value) is float):
             raise ValueError(f"a tactic has a parameter that is no number: {plain!r}")
-        return cls(backend, tuple(sorted(pairs)), collective)
+        return cls(backend, pairs, collective)
 
 
 @dataclasses.dataclass(frozen=True, order=True)

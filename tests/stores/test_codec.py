@@ -5,7 +5,7 @@ import hashlib
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_dist.stores.codec import (
@@ -65,6 +65,20 @@ def entry_body(**changes):
     return {**body, **changes}
 
 
+def epoch_body(**changes):
+    body = msgpack.unpackb(encode_epoch(EPOCH, ENTRIES))
+    del body["digest"]
+    return {**body, **changes}
+
+
+def winner_row(place=0, **changes):
+    """The epoch's winners with one field of one of them changed."""
+    names = ["problem", "mode", "low", "high", "tactic", "tactic_us", "default", "default_us"]
+    rows = epoch_body()["winners"]
+    rows[place] = list({**dict(zip(names, rows[place], strict=True)), **changes}.values())
+    return rows
+
+
 def test_an_entry_comes_back_equal():
     found = decode_entry(encode_entry(ENTRY), digest(KEY))
     assert found == ENTRY
@@ -99,6 +113,36 @@ def test_every_entry_comes_back_equal(entry):
     found = decode_entry(encode_entry(entry), entry.key_digest)
     assert found == entry
     assert encode_entry(found) == encode_entry(entry)
+
+
+nested = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2))
+problems = st.builds(
+    lambda operation, fields: Problem.of(operation, **fields), st.text(max_size=5), st.dictionaries(st.text(max_size=3), nested, max_size=3)
+)
+buckets = st.tuples(st.integers(1, 2**40), st.integers(0, 2**40)).map(lambda row: Bucket(row[0], sum(row)))
+winners = st.builds(Winner, tactics, microseconds, tactics, st.none() | microseconds, st.just("epoch"))
+epochs = st.lists(problems, min_size=1, max_size=3).flatmap(
+    lambda few: st.builds(
+        Epoch,
+        st.integers(0, 2**40),
+        st.text(max_size=5),
+        st.dictionaries(st.builds(Cell, st.sampled_from(few), st.sampled_from(["eager", "cuda_graph"]), buckets), winners, max_size=4),
+    )
+)
+embedded_entries = st.dictionaries(st.text(max_size=5), st.binary(max_size=5), max_size=4)
+
+
+@given(epochs, embedded_entries, st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_every_epoch_comes_back_equal_and_equal_epochs_are_equal_bytes(epoch, embedded, random):
+    data = encode_epoch(epoch, embedded)
+    found, found_embedded = decode_epoch(data)
+    assert (found, found_embedded) == (epoch, embedded)
+    assert found.digest == epoch.digest
+    winners, embedded = list(found.winners.items()), list(embedded.items())
+    random.shuffle(winners)
+    random.shuffle(embedded)
+    assert encode_epoch(dataclasses.replace(found, winners=dict(winners)), dict(embedded)) == data
 
 
 def test_an_epoch_comes_back_equal_with_its_entries():
@@ -146,16 +190,54 @@ plain = st.recursive(
 
 
 @given(st.sampled_from(["key", "tactic", "time", "default", "default_time", "provenance"]), plain)
+@example("provenance", {"0": "", "": ""})  # names that encoding sorts
+@example("time", [-0.0, 0.0, 1])
+@example("tactic", ["triton", [["b", 1], ["a", 1]], False])
+@example("tactic", ["triton", [["a", 1], ["a", 1]], False])
 @settings(max_examples=300, deadline=None)
 def test_a_field_of_another_shape_under_a_right_digest(field, value):
-    body = entry_body(**{field: value})
-    if msgpack.packb(body) == msgpack.packb(entry_body()):
-        return
+    data = seal(entry_body(**{field: value}))
     try:
-        found = decode_entry(seal(body), digest(KEY))
+        found = decode_entry(data)
     except Malformed:
         return
-    assert encode_entry(found) == seal(body)  # it was well formed after all, and says exactly what was written
+    assert encode_entry(found) == data  # it was well formed after all, and says exactly what was written
+
+
+indices = st.integers(-1, 3)
+rows = st.tuples(
+    indices,
+    st.sampled_from(["eager", "cuda_graph"]) | plain,
+    indices | plain,
+    indices | plain,
+    indices | plain,
+    st.floats(0, 9) | plain,
+    indices | plain,
+    st.none() | st.floats(0, 9) | plain,
+)
+parts = {
+    "number": plain,
+    "deployment": plain,
+    "problems": st.lists(st.sampled_from([problem.packed for problem in PROBLEMS]) | plain, max_size=3) | plain,
+    "tactics": st.lists(tactics.map(Tactic.to_plain) | plain, max_size=3) | plain,
+    "winners": st.lists(rows, max_size=3) | st.permutations(epoch_body()["winners"]) | plain,
+    "entries": st.dictionaries(st.text(max_size=2), st.binary(max_size=2)) | plain,
+}
+
+
+@given(st.fixed_dictionaries({}, optional=parts))
+@example({"entries": {"b": b"", "a": b""}})
+@example({"problems": epoch_body()["problems"][::-1]})
+@example({"winners": epoch_body()["winners"][::-1]})
+@example({"winners": epoch_body()["winners"][:1]})  # problems and tactics that no winner uses
+@settings(max_examples=300, deadline=None)
+def test_parts_of_an_epoch_of_another_shape_under_a_right_digest(changes):
+    data = seal(epoch_body(**changes))
+    try:
+        found = decode_epoch(data)
+    except Malformed:
+        return
+    assert encode_epoch(*found) == data
 
 
 @pytest.mark.parametrize(
@@ -171,15 +253,60 @@ def test_a_field_of_another_shape_under_a_right_digest(field, value):
         ({"time": [-1.0, 0.0, 1]}, r"-1\.0 is no time"),
         ({"time": [1.0, 0.0, 0]}, "a time over 0 samples"),
         ({"time": [1, 0.0, 1]}, "1 is no time"),  # an int: not what we write
+        ({"time": [-0.0, 0.0, 1]}, "not the bytes that encoding its content gives"),  # equal to another time, and other bytes
         ({"tactic": ["triton", [["x", float("nan")]], False]}, "a parameter that is no number: "),
+        ({"tactic": ["triton", [["b", 1], ["a", 1]], False]}, "parameters must be sorted, and each there once"),
+        ({"tactic": ["triton", [["a", 1], ["a", 1]], False]}, "parameters must be sorted, and each there once"),
         ({"tactic": 3}, "int where tuple was expected"),
         ({"key": "text"}, "str where bytes was expected"),
         ({"provenance": {"pid": 3}}, "int where str was expected"),
+        ({"provenance": {"b": "", "a": ""}}, "not the bytes that encoding its content gives"),
     ],
 )
 def test_wrong_content_under_a_right_digest(changes, message):
     with pytest.raises(Malformed, match=message):
         decode_entry(seal(entry_body(**changes)))
+
+
+OTHER_BYTES = "not the bytes that encoding its content gives"
+RELABELLED = msgpack.packb(["Problem", [["shapes", []], ["operation", "router"]]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"problems": epoch_body()["problems"] * 2}, OTHER_BYTES),  # each twice
+        ({"problems": [*epoch_body()["problems"], Problem.of("unused").packed]}, OTHER_BYTES),
+        ({"tactics": [*epoch_body()["tactics"], epoch_body()["tactics"][0]]}, OTHER_BYTES),
+        ({"tactics": [*epoch_body()["tactics"], ["unused", [], False]]}, OTHER_BYTES),
+        ({"problems": [RELABELLED, *epoch_body()["problems"][1:]]}, "not the bytes that packing its problem gives"),
+        ({"problems": [msgpack.packb(["Problem", [["fields", [{}]], ["operation", "router"]]])]}, "not the bytes that packing"),
+        ({"winners": epoch_body()["winners"] + epoch_body()["winners"][:1]}, "a cell occurs twice"),
+        ({"winners": epoch_body()["winners"][::-1]}, OTHER_BYTES),
+        ({"winners": winner_row(tactic_us=-0.0)}, OTHER_BYTES),
+        ({"winners": winner_row(default_us=-0.0)}, OTHER_BYTES),
+        ({"winners": winner_row(tactic_us=None)}, "None is no time"),
+        ({"winners": winner_row(problem=2)}, "place 2 of 2"),
+        ({"winners": winner_row(default=-1)}, "place -1 of 3"),
+        ({"winners": winner_row(tactic=False)}, "bool where int was expected"),
+        ({"winners": winner_row(low=0)}, "0-1 is no bucket"),
+        ({"winners": winner_row(low=2)}, "2-1 is no bucket"),
+        ({"winners": winner_row(mode=None)}, "NoneType where str was expected"),
+        ({"winners": 3}, "'int' object is not iterable"),
+        ({"entries": dict(sorted(ENTRIES.items(), reverse=True))}, OTHER_BYTES),
+        ({"entries": {"a": "text"}}, "str where bytes was expected"),
+        ({"number": True}, "bool where int was expected"),
+    ],
+)
+def test_wrong_parts_of_an_epoch_under_a_right_digest(changes, message):
+    with pytest.raises(Malformed, match=f"not an epoch: .*{message}"):
+        decode_epoch(seal(epoch_body(**changes)))
+
+
+def test_a_time_of_minus_zero_is_written_as_zero():
+    minus = Timed(-0.0, -0.0, 1)
+    assert encode_entry(dataclasses.replace(ENTRY, time=minus)) == encode_entry(dataclasses.replace(ENTRY, time=Timed(0.0, 0.0, 1)))
+    decode_entry(encode_entry(dataclasses.replace(ENTRY, time=minus, default_time=minus)))
 
 
 def test_a_value_that_is_no_bytes():
