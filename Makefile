@@ -20,12 +20,13 @@ export OMP_NUM_THREADS
 # Tests of a served engine run in environments of their own. A target named here runs at the end of `make test`.
 ENGINE_TESTS := test-sglang test-vllm
 
-.PHONY: help tune test test-fast test-sglang test-vllm test-vllm-tree check format clean
+.PHONY: help tune test test-fast test-random test-sglang test-vllm test-vllm-tree check format clean
 
 help:
 	@echo 'make tune       tune OLMoE-1B-7B on two CPU ranks'
 	@echo 'make test       everything that runs without a GPU'
 	@echo 'make test-fast  the same without the serving engines'
+	@echo 'make test-random  the property tests on other examples in each run'
 	@echo 'make test-sglang  the SGLang plugin in the real engine, on CPU'
 	@echo 'make test-vllm  the vLLM plugin in the real engine, on CPU'
 	@echo 'make check      ruff and mypy alone;  make format  lets ruff rewrite'
@@ -38,6 +39,10 @@ test: test-fast $(ENGINE_TESTS)
 
 test-fast: check
 	$(BIN)/python -m pytest -n auto -q -m 'not gpu and not engine'
+
+# `make test` gives the Hypothesis tests the same examples each time; this gives them ten times as many, other ones in each run.
+test-random: $(VENV)/.test
+	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -n auto -q --timeout=3600 -m hypothesis
 
 # Each start of an engine is a minute of imports on one core: two at a time.
 test-sglang: .venv-sglang/.ready

@@ -5,7 +5,7 @@ import hashlib
 
 import msgpack
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe_dist.stores.codec import (
@@ -108,7 +108,6 @@ entries = st.builds(
 
 
 @given(entries)
-@settings(max_examples=100, deadline=None)
 def test_every_entry_comes_back_equal(entry):
     found = decode_entry(encode_entry(entry), entry.key_digest)
     assert found == entry
@@ -133,7 +132,6 @@ embedded_entries = st.dictionaries(st.text(max_size=5), st.binary(max_size=5), m
 
 
 @given(epochs, embedded_entries, st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
 def test_every_epoch_comes_back_equal_and_equal_epochs_are_equal_bytes(epoch, embedded, random):
     data = encode_epoch(epoch, embedded)
     found, found_embedded = decode_epoch(data)
@@ -176,7 +174,6 @@ def test_any_bit_flipped(data, decode):
 
 
 @given(st.binary(max_size=64))
-@settings(max_examples=200, deadline=None)
 def test_any_bytes_at_all(data):
     for decode in (decode_any, decode_any_epoch):
         with pytest.raises(Malformed):
@@ -194,7 +191,6 @@ plain = st.recursive(
 @example("time", [-0.0, 0.0, 1])
 @example("tactic", ["triton", [["b", 1], ["a", 1]], False])
 @example("tactic", ["triton", [["a", 1], ["a", 1]], False])
-@settings(max_examples=300, deadline=None)
 def test_a_field_of_another_shape_under_a_right_digest(field, value):
     data = seal(entry_body(**{field: value}))
     try:
@@ -230,7 +226,6 @@ parts = {
 @example({"problems": epoch_body()["problems"][::-1]})
 @example({"winners": epoch_body()["winners"][::-1]})
 @example({"winners": epoch_body()["winners"][:1]})  # problems and tactics that no winner uses
-@settings(max_examples=300, deadline=None)
 def test_parts_of_an_epoch_of_another_shape_under_a_right_digest(changes):
     data = seal(epoch_body(**changes))
     try:

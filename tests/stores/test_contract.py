@@ -161,5 +161,7 @@ def machine(server):
     return SideBySide
 
 
+@pytest.mark.hypothesis
 def test_all_stores_side_by_side(server):
-    run_state_machine_as_test(lambda: machine(server)(), settings=settings(max_examples=25, stateful_step_count=20, deadline=None))
+    examples = settings.default.max_examples // 8  # each is twenty steps on four stores
+    run_state_machine_as_test(lambda: machine(server)(), settings=settings(max_examples=examples, stateful_step_count=20))
