@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_dist_kernels.compile_time import power_of_2
 from moe_dist_kernels.launch import INT, Launch
 
 CHUNK = 2048  # slots of one program of the large sort
@@ -73,7 +74,7 @@ def align_one_kernel(
     """The whole sort in one program. Example, E = 3, BLOCK_M = 2, ids [2, 0, 2, -1, 2, 7]: slots [1 | 0, 2, 4] (expert 0
     has slot 1; expert 2 has 0, 2 and 4, in some order); three tiles: expert 0 from row 0 with 1 row, expert 2 from row 1
     with 2, expert 2 from row 3 with 1."""
-    PADDED: tl.constexpr = triton.next_power_of_2(NUM_LOCAL)
+    PADDED: tl.constexpr = power_of_2(NUM_LOCAL)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -107,7 +108,7 @@ def align_count_kernel(
     PDL: tl.constexpr,
 ):
     """First of two: counts[chunk, e] = slots of expert e in this program's chunk."""
-    PADDED: tl.constexpr = triton.next_power_of_2(NUM_LOCAL)
+    PADDED: tl.constexpr = power_of_2(NUM_LOCAL)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -141,7 +142,7 @@ def align_place_kernel(
     PDL: tl.constexpr,
 ):
     """Second of two: every chunk sums all counts for its own first rows, then puts its slots there; the first writes the tiles."""
-    PADDED: tl.constexpr = triton.next_power_of_2(NUM_LOCAL)
+    PADDED: tl.constexpr = power_of_2(NUM_LOCAL)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -212,7 +213,7 @@ class Align:
         common = ids.constants | {"PDL": pdl}
         cut = common | {"BLOCK_M": block_m}
         tiles = (ints if places else None, ints, ints, ints, ints)
-        padded = int(triton.next_power_of_2(ids.num_local))
+        padded = power_of_2(ids.num_local)
         self.one = {
             chunk: Launch(
                 align_one_kernel,

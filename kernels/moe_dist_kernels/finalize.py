@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from moe_dist_kernels.align import Ids, local_expert
+from moe_dist_kernels.compile_time import power_of_2
 from moe_dist_kernels.launch import INT, Launch
 
 
@@ -71,7 +72,7 @@ def zero_remote_kernel(
 
 
 def _block(hidden: int) -> int:
-    return min(1024, int(triton.next_power_of_2(hidden)))
+    return min(1024, int(power_of_2(hidden)))
 
 
 def finalize_blocks(hidden: int) -> int:

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_dist_kernels.compile_time import power_of_2
 from moe_dist_kernels.launch import INT, Launch
 
 
@@ -41,8 +42,8 @@ def route_kernel(
     A NaN logit never wins over a number.
     """
     GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
-    G: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
-    S: tl.constexpr = triton.next_power_of_2(GROUP_SIZE)
+    G: tl.constexpr = power_of_2(NUM_GROUPS)
+    S: tl.constexpr = power_of_2(GROUP_SIZE)
     SLOTS: tl.constexpr = TOP_K + NUM_SHARED
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, G)[:, None]
@@ -79,7 +80,7 @@ def route_kernel(
     flat = tl.reshape(selection, [G * S])
     flat_scores = tl.reshape(scores, [G * S])
     index = tl.arange(0, G * S)
-    PAD: tl.constexpr = triton.next_power_of_2(SLOTS)
+    PAD: tl.constexpr = power_of_2(SLOTS)
     slot = tl.arange(0, PAD)
     ids = tl.zeros([PAD], dtype=tl.int32) + NUM_EXPERTS + slot - TOP_K  # fused shared experts follow the routed ones
     weights = tl.zeros([PAD], dtype=tl.float32)
@@ -118,7 +119,7 @@ def route_launch(
     scoring: "softmax" or "sigmoid". bias: a correction bias is added to what selects, never to the weights; a group
     then scores the sum of its two best. scale multiplies the routed weights; shared experts get weight 1.
     """
-    padded = triton.next_power_of_2(num_experts)
+    padded = power_of_2(num_experts)
     constants: dict[str, Any] = {
         "NUM_EXPERTS": num_experts,
         "NUM_GROUPS": n_group or 1,
