@@ -291,7 +291,7 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
     arguments, buckets = job.arguments, job.ladder.buckets()
     result = TuneResult(ranks=len(job.place.group), store=job.store.url, passes=len(buckets))
     started = time.monotonic()
-    progress = Progress(len(buckets) * len(job.policy.modes(job.device.type)), shown=job.ranks.rank == 0 and sys.stderr.isatty())
+    progress = Progress(len(buckets) * len(job.policy.modes(job.device.type)), shown=job.ranks.rank == 0)
 
     def on_progress(event: ProgressEvent) -> None:
         if event.phase in ("commit", "done"):
@@ -328,7 +328,7 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
             for at, bucket in enumerate(buckets):
                 result.reports.append(tuner.run_pass([bucket], ahead=buckets[at + 1 :]))
                 interrupts.check()
-                progress.next_pass(len(result.reports[-1].rows))
+                progress.next_pass(result.reports[-1])
             result.diverged = count_diverged(result.reports, group)
     except Interrupted as interrupted:
         result.error = f"ended by {interrupted}"

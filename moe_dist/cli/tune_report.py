@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -51,13 +53,18 @@ class TuneResult:
 
 
 class Progress:
-    """A live bar on stderr, over all cells of all passes; silent unless `shown`."""
+    """On stderr, over all cells of all passes: a live bar on a terminal; in a log, a line for each pass that timed anything.
+    Silent unless `shown`."""
 
     def __init__(self, cells: int, *, shown: bool) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Bar(*columns, console=Console(stderr=True), disable=not shown, transient=True)
+        console = Console(stderr=True)
+        self._lines = shown and not console.is_terminal
+        self._bar = Bar(*columns, console=console, disable=not shown or self._lines, transient=True)
         self._task = self._bar.add_task("agreeing", total=cells)
         self._before = 0
+        self._cells = cells
+        self._started = time.monotonic()
 
     def __enter__(self) -> Progress:
         self._bar.start()
@@ -70,10 +77,15 @@ class Progress:
         doing = f"timing {event.cell.bucket} tokens, {event.cell.mode}" if event.cell else f"{event.phase}"
         self._bar.update(self._task, description=doing, completed=self._before + event.done)
 
-    def next_pass(self, cells: int) -> None:
-        """A pass of `cells` cells is over, served or timed."""
-        self._before += cells
+    def next_pass(self, report: PassReport) -> None:
+        """A pass is over, its cells served or timed."""
+        self._before += len(report.rows)
         self._bar.update(self._task, completed=self._before)
+        if self._lines and report.measured:
+            buckets = ", ".join(dict.fromkeys(str(row.cell.bucket) for row in report.rows))
+            took = time.monotonic() - self._started
+            line = f"{self._before} of {self._cells} cells, {took:.0f} s: {report.measured} candidates timed at {buckets} tokens"
+            print(f"moe-dist: {line}", file=sys.stderr, flush=True)
 
 
 def count_diverged(reports: Sequence[PassReport], group: dist.ProcessGroup | None) -> int:
