@@ -347,11 +347,11 @@ def test_a_store_that_one_rank_alone_can_use_is_enough_and_none_is_refused_by_al
             ends = [(process.communicate(timeout=DEADLINE_S), process.returncode) for process in ranks]
         assert [code for _, code in ends] == codes, ends
         if codes == [0, 0]:
-            assert f"kept in file://{tmp_path}/0/store" in ends[0][0][0]
-            assert "Not a directory" in ends[1][0][1]
+            assert f"kept in file://{tmp_path}/0/store" in ends[0][0][0], ends
+            assert "Not a directory" in ends[1][0][1], ends
         else:
-            assert "moe-dist: store file:///proc/nosuch can't be used: " in ends[0][0][1]
-            assert ends[1][0][1] == ""
+            assert "moe-dist: store file:///proc/nosuch can't be used: " in ends[0][0][1], ends
+            assert "moe-dist" not in ends[1][0][1]  # torch may say something of a peer that went first; we don't
 
 
 MANY = ",".join(map(str, range(1, 101)))  # buckets: more than a run gets through before its signal
@@ -384,7 +384,7 @@ def test_sigterm_ends_every_rank_and_keeps_what_was_committed(model: str, tmp_pa
     assert [code for _, code in ends] == [128 + signal.SIGTERM] * 2
     assert ends[0][0][1].endswith("\nmoe-dist: ended by SIGTERM\n")
     assert all("candidates timed" in line for line in ends[0][0][1].splitlines()[:-1])
-    assert ends[1][0][1] == ""
+    assert "moe-dist" not in ends[1][0][1]
     summary = json.loads(report.read_text())
     assert (summary["error"], summary["diverged"]) == ("ended by SIGTERM", None)
     assert 1 <= len(summary["keys"]) < 100
