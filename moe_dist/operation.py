@@ -96,7 +96,8 @@ class MoEOperation:
 
     def weights_changed(self) -> bool:
         """Whether the weights differ from what they were when this was first asked."""
-        now = sum(_checksum(tensor) for tensor in (self.layer.weights.w13, self.layer.weights.w2))
+        sums = [part for tensor in (self.layer.weights.w13, self.layer.weights.w2) for part in _checksums(tensor)]
+        now = int(torch.stack(sums).sum())  # one wait for the device
         if self._checksum is None:
             self._checksum = now
         return now != self._checksum
@@ -230,10 +231,11 @@ def _streamed_bytes(layer: BoundLayer, num_tokens: int) -> int:
     return hit * sum(weight[0].numel() * weight.element_size() for weight in (weights.w13, weights.w2))
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def _checksums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two int64 whose sum differs when a byte does: of all whole words, and of the bytes behind them."""
     flat = tensor.detach().view(torch.uint8).flatten()
     words = flat[: flat.numel() // 8 * 8].view(torch.int64)
-    return int(words.sum()) + int(flat[words.numel() * 8 :].sum(dtype=torch.int64))
+    return words.sum(), flat[words.numel() * 8 :].sum(dtype=torch.int64)
 
 
 def make_random_weights(

@@ -20,6 +20,7 @@ from moe_dist.tensors import MoEActivationPack
 from moe_dist.tuning.problem import Bucket, Tactic
 
 FP8_MAX = 448.0  # largest float8_e4m3fn
+SLOTS_AT_ONCE = 4096  # bounds the fp32 rows of a large call
 
 
 def compute(layer: BoundLayer, acts: MoEActivationPack, *, dtype: torch.dtype = torch.float32, quantise_rows: bool = False) -> torch.Tensor:
@@ -31,8 +32,8 @@ def compute(layer: BoundLayer, acts: MoEActivationPack, *, dtype: torch.dtype = 
     config, weights = layer.problem.config, layer.weights
     rows_TK, scores_TK = select(layer, acts)
     tokens, slots = rows_TK.shape
-    out = torch.zeros(tokens, slots, config.experts.hidden_size, dtype=torch.float32, device=acts.hidden_states.device)
-    bias13, bias2 = weights.w13_bias, weights.w2_bias
+    device, hidden = acts.hidden_states.device, config.experts.hidden_size
+    out = torch.zeros(tokens * slots, hidden, dtype=torch.float32, device=device)
     on_input = config.routing.weight_on_input
     group = config.quant.block_shape[1] if config.quant.block_shape else None
 
@@ -42,34 +43,39 @@ def compute(layer: BoundLayer, acts: MoEActivationPack, *, dtype: torch.dtype = 
     def operand(x: torch.Tensor) -> torch.Tensor:
         return _fp8_rounded(rounded(x), group) if quantise_rows else rounded(x)
 
-    places_of: dict[int, list[tuple[int, int]]] = {}
-    for token, row in enumerate(rows_TK.tolist()):
-        for slot, expert in enumerate(row):
-            places_of.setdefault(expert, []).append((token, slot))
-    for expert, places in sorted(places_of.items()):
-        if expert < 0:
-            continue
-        w13 = dequantise(weights.w13[expert], None if weights.w13_scale is None else weights.w13_scale[expert], config.quant)
-        w2 = dequantise(weights.w2[expert], None if weights.w2_scale is None else weights.w2_scale[expert], config.quant)
-        for token, slot in places:
-            x = acts.hidden_states[token].float()
-            score = scores_TK[token, slot]
-            h = w13 @ operand(x * score if on_input else x)
-            if bias13 is not None:
-                h = h + bias13[expert].float()
-            y = w2 @ operand(activate(rounded(h), config.activation))
-            if bias2 is not None:
-                y = y + bias2[expert].float()
-            out[token, slot] = rounded(y) if on_input else rounded(y) * score
+    def product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        """Each of `x`'s rows by its own expert's matrix."""
+        results, known = [], -1
+        for expert, row in zip(experts, x.unbind(), strict=True):
+            if expert != known:
+                matrix, known = dequantise(weight[expert], None if scale is None else scale[expert], config.quant), expert
+            results.append(matrix @ row)
+        y = torch.stack(results)
+        return y if bias is None else y + bias[torch.tensor(experts, device=device)].float()
+
+    # Local slots, those of an expert together. Products go row by row; what rounds each element by itself is done to many at once.
+    order = sorted((expert, slot) for slot, expert in enumerate(rows_TK.flatten().tolist()) if expert >= 0)
+    for start in range(0, len(order), SLOTS_AT_ONCE):
+        experts = [expert for expert, _ in order[start : start + SLOTS_AT_ONCE]]
+        places = torch.tensor([slot for _, slot in order[start : start + SLOTS_AT_ONCE]], device=device)
+        x, score = acts.hidden_states[places // slots].float(), scores_TK.flatten()[places, None]
+        h = product(operand(x * score if on_input else x), weights.w13, weights.w13_scale, weights.w13_bias)
+        # A CPU's vector loops round a function's value differently by where it lies: alone, a row always gets the same bits.
+        rows = torch.split(rounded(h), 1 if device.type == "cpu" else SLOTS_AT_ONCE)
+        act = torch.cat([activate(part, config.activation) for part in rows])
+        y = product(operand(act), weights.w2, weights.w2_scale, weights.w2_bias)
+        out[places] = rounded(y) if on_input else rounded(y) * score
+    out = out.view(tokens, slots, hidden)
     return out.sum(1) if config.execution.do_finalize else out
 
 
 def _fp8_rounded(x: torch.Tensor, group: int | None) -> torch.Tensor:
-    """A row as fp8 holds it, one scale for each `group` columns (None: for the row)."""
-    size = min(group or len(x), len(x))
-    parts = F.pad(x, (0, -len(x) % size)).view(-1, size)
-    scales = (parts.abs().amax(1, keepdim=True) / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-    return ((parts / scales).to(torch.float8_e4m3fn).float() * scales).flatten()[: len(x)]
+    """Rows as fp8 holds them, one scale for each `group` columns of a row (None: for the row)."""
+    columns = x.shape[-1]
+    size = min(group or columns, columns)
+    parts = F.pad(x, (0, -columns % size)).view(*x.shape[:-1], -1, size)
+    scales = (parts.abs().amax(-1, keepdim=True) / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    return ((parts / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2)[..., :columns]
 
 
 @dataclasses.dataclass(frozen=True)

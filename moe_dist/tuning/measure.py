@@ -74,13 +74,15 @@ class EventClock:
 
 
 class GraphClock:
-    """Device time of replays of one graph that holds a call on each input set. What can't be captured raises here.
+    """Device time of replays of one graph that holds a call on each input set. What can't be captured raises here; nothing is replayed yet.
 
     pool: memory that the graphs of one cell share; they are replayed one at a time and read nothing that another left.
+    Called like the run that it holds, it replays: so what is checked is what is timed.
     """
 
     def __init__(self, run: Run, copies: int, device: torch.device, pool: Any = None) -> None:
         self._copies, self._device = copies, device
+        self.tactic = getattr(run, "tactic", None)  # what was asked for, as the run says
         self._run = run  # the graph reads what it holds: bound weights, index tensors, scratch
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -94,12 +96,15 @@ class GraphClock:
             # thread_local: what other threads of the process do meanwhile (a communicator's watchdog) can't spoil the capture.
             self._graph.capture_begin(torch.cuda.graph_pool_handle() if pool is None else pool, capture_error_mode="thread_local")
             try:
-                for index in range(copies):
-                    run(index)
+                self._executed = [run(index) for index in range(copies)]
             finally:
                 self._graph.capture_end()
-        self._graph.replay()
-        _synchronize(device)
+
+    def __call__(self, index: int) -> Tactic:
+        """The calls on all input sets, with the first; the tactic that was captured for input set `index`."""
+        if index == 0:
+            self._graph.replay()
+        return self._executed[index]
 
     def window(self, calls: int) -> float:
         replays = max(1, round(calls / self._copies))
@@ -244,13 +249,14 @@ class CellMeasurer:
         def prepare() -> str | None:
             device = self._operation.device
             run = probe.bind(tactic)
-            if (fault := probe.check(run)) is not None:
+            clock = make_clock(self._policy, run, probe.copies, device, self._pool)
+            if (fault := probe.check(clock if isinstance(clock, GraphClock) else run)) is not None:
                 return fault
             start = time.perf_counter_ns()
             run(0)
             _synchronize(device)
             self._call_us[tactic] = max((time.perf_counter_ns() - start) / 1e3, 1.0)
-            self._clocks[tactic] = make_clock(self._policy, run, probe.copies, device, self._pool)
+            self._clocks[tactic] = clock
             return None
 
         fault, raised = self._attempt(prepare)

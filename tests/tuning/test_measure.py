@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,7 +16,7 @@ import moe_dist as md
 from moe_dist.backends.base import Backend, BoundLayer, MoEProblem, Runner
 from moe_dist.backends.torch_loop import TorchLoopBackend
 from moe_dist.tuning import measure
-from moe_dist.tuning.measure import MAX_CALLS, UNSTABLE_RATIO, CellMeasurer, EagerClock, EventClock
+from moe_dist.tuning.measure import MAX_CALLS, UNSTABLE_RATIO, CellMeasurer, EagerClock, EventClock, GraphClock
 from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.problem import Bucket, Cell, Failed, ProbeSpec, Tactic, Timed
 
@@ -316,3 +317,78 @@ def test_a_fast_tactic_with_a_wrong_result_is_rejected_with_its_error(fault: str
     failed = measured[wrong]
     assert isinstance(failed, Failed), f"{fault} passed for right"
     assert reason in failed.reason
+
+
+# -- a captured candidate, on a graph that records -------------------------------------------------------------------------
+
+
+class Graph:
+    """Stands in for torch.cuda.CUDAGraph: what runs while it captures is kept, not run, and run at each replay."""
+
+    capturing: Graph | None = None
+
+    def __init__(self) -> None:
+        self.kept: list[Callable[[], object]] = []
+        self.replays = 0
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        Graph.capturing = self
+
+    def capture_end(self) -> None:
+        Graph.capturing = None
+
+    def replay(self) -> None:
+        self.replays += 1
+        for call in self.kept:
+            call()
+
+
+class Stream:
+    def __init__(self, device: torch.device) -> None: ...
+    def wait_stream(self, other: Stream) -> None: ...
+
+
+class Captured(Quick):
+    """Right when it is called; its `fault` shows in replays alone."""
+
+    def bind(self, layer: BoundLayer, wanted: Tactic) -> Runner:
+        right, faulty = super().bind(layer, Tactic.of("quick", fault="none")), super().bind(layer, wanted)
+
+        def run(acts: md.MoEActivationPack, out: torch.Tensor) -> Tactic:
+            if Graph.capturing is None:
+                right(acts, out)
+            else:
+                Graph.capturing.kept.append(lambda: faulty(acts, out))
+            return wanted
+
+        return run
+
+
+def test_what_is_checked_of_a_captured_candidate_is_its_replay(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Graph] = []
+
+    def graph() -> Graph:
+        graphs.append(Graph())
+        return graphs[-1]
+
+    for name, double in (("CUDAGraph", graph), ("Stream", Stream), ("current_stream", Stream), ("graph_pool_handle", object), ("stream", contextlib.nullcontext)):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, double)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(measure, "make_clock", lambda policy, run, copies, device, pool: GraphClock(run, copies, device, pool))
+    config = md.MoEConfig(routing=md.RoutingConfig(8, 2), experts=md.ExpertConfig(hidden_size=32, intermediate_size=16))
+    problem = md.MoEProblem.of(config, routed=True)
+    operation = md.MoEOperation(problem, md.make_random_weights(problem, 0, 0, CPU), CPU, md.BackendOptions((QuickConfig(),)), [Captured()])
+    right, half, remembered = (Tactic.of("quick", fault=fault) for fault in ("none", "half", "remembered"))
+    opened = measurer(operation, policy=dataclasses.replace(POLICY, kind="cuda_graph"), high=8)
+    opened.prepare([right, half, remembered])
+    assert [made.replays for made in graphs] == [1, 1, 1], "one replay runs every input set"
+    assert [len(made.kept) for made in graphs] == [2, 2, 2]
+    measured = opened.round([right, half, remembered])
+    assert isinstance(measured[right], Timed), measured[right]
+    for wrong, reason in (
+        (half, "4 of 8 rows of input set 0 were not written or are NaN, row 4 first"),
+        (remembered, "times that of plain torch"),
+    ):
+        failed = measured[wrong]
+        assert isinstance(failed, Failed)
+        assert reason in failed.reason
