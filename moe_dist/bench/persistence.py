@@ -125,7 +125,8 @@ def _reload(rank: Rank, url: str, deployment: str, winners: int, repeats: int) -
         if rank.index == 0:
             made = _made_up(winners, tuner.environment)
             table = Epoch(1, deployment, {cell: winner for cell, winner, _, _ in made})
-            if not epoch.publish(store, table, encode_epoch(table, {key.path: value for _, _, key, value in made})):
+            value = encode_epoch(table, {key.path: value for _, _, key, value in made})
+            if not epoch.publish(store, table, value, [tuner.environment.digest]):
                 raise StoreError(f"it takes no writes: {store.degraded or 'it is not durable'}")
             rank.mark("published")
         rank.wait("published")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgpack
@@ -16,7 +17,9 @@ from moe_dist.distributed.group import RankGroup
 from moe_dist.tuning.problem import Epoch, digest
 
 EPOCHS = "epochs"
-_NAME = re.compile(r"(\d{8,})-([0-9a-f]{16})-([0-9a-f]{32})")
+_NAME = re.compile(r"(\d{8,})-([0-9a-f]{16})-([0-9a-f]{32})(?:-([0-9a-f]{8}(?:\.[0-9a-f]{8})*))?")
+_HEAD = 8  # characters of an environment's digest in a name: enough to not read in vain
+_MAX_NAMED = 15  # environments that fit into a key's segment
 
 
 class ByteStore(Protocol):
@@ -43,36 +46,45 @@ def spread(group: RankGroup, store: ByteStore, key: str, value: bytes, *, held: 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class EpochName:
-    """What the key of an epoch says of it. problems: a digest of the problems that its winners are of; table: the epoch's digest.
+    """What the key of an epoch says of it. problems: a digest of the problems that its winners are of; table: the epoch's digest;
+    environments: the heads of the digests of those that it was tuned in, (): only its value says which.
 
     So nothing is overwritten: neither by a group of the same deployment that tunes other problems, as pipeline stages do, nor by a
-    replica that tunes the same ones at the same time.
+    replica that tunes the same ones at the same time. And what another kind of GPU published need not be read to be passed over.
     """
 
     number: int
     problems: str
     table: str
+    environments: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, table: Epoch) -> EpochName:
-        return cls(
-            table.number, digest(sorted(digest(packed) for packed in {cell.problem.packed for cell in table.winners}))[:16], table.digest
-        )
+    def of(cls, table: Epoch, environments: Iterable[str] = ()) -> EpochName:
+        """environments: digests of those that the epoch was tuned in."""
+        problems = digest(sorted(digest(packed) for packed in {cell.problem.packed for cell in table.winners}))[:16]
+        heads = sorted({environment[:_HEAD] for environment in environments})
+        return cls(table.number, problems, table.digest, tuple(heads) if len(heads) <= _MAX_NAMED else ())
+
+    def may_serve(self, environments: Iterable[str]) -> bool:
+        """Whether it may have been tuned in all of `environments` (digests); its value says whether it was."""
+        return not self.environments or {environment[:_HEAD] for environment in environments} <= set(self.environments)
 
     def key(self, deployment: str) -> str:
-        return f"{folder(deployment)}/{self.number:08d}-{self.problems}-{self.table}"
+        named = f"-{'.'.join(self.environments)}" if self.environments else ""
+        return f"{folder(deployment)}/{self.number:08d}-{self.problems}-{self.table}{named}"
 
 
 def folder(deployment: str) -> str:
     return f"{EPOCHS}/{digest(deployment)}"
 
 
-def publish(store: ByteStore, table: Epoch, value: bytes) -> bool:
+def publish(store: ByteStore, table: Epoch, value: bytes, environments: Iterable[str] = ()) -> bool:
     """Make a committed epoch visible to joiners. False: it could not be published; until it is, nobody can join from here."""
-    return store.put(EpochName.of(table).key(table.deployment), value)
+    return store.put(EpochName.of(table, environments).key(table.deployment), value)
 
 
 def published(store: ByteStore, deployment: str) -> list[EpochName]:
     """The epochs of `deployment`, readable or not, the newest first."""
     found = (_NAME.fullmatch(key.rpartition("/")[2]) for key in store.list(folder(deployment)))
-    return sorted((EpochName(int(name[1]), name[2], name[3]) for name in found if name), reverse=True)
+    names = (EpochName(int(name[1]), name[2], name[3], tuple(name[4].split(".")) if name[4] else ()) for name in found if name)
+    return sorted(names, reverse=True)

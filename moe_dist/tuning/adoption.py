@@ -5,6 +5,7 @@ A rank that starts later takes these steps with its own group alone, none with r
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import logging
@@ -41,6 +42,16 @@ class Committed:
         """Digests of the problems that its winners are of."""
         return frozenset(digest(packed) for packed in {cell.problem.packed for cell in self.epoch.winners})
 
+    @functools.cached_property
+    def environments(self) -> frozenset[str]:
+        """Digests of those that it has all its entries for: a group of mixed ones embeds as many for each."""
+        entries = collections.Counter(path.rpartition("/")[0].rpartition("/")[2] for path in self.entries)
+        return frozenset(environment for environment, count in entries.items() if count == max(entries.values()))
+
+    def serves(self, environments: Iterable[str]) -> bool:
+        """Whether it was tuned in all of `environments` (their digests). What has no entries is of no environment, and fits any."""
+        return not self.entries or self.environments.issuperset(environments)
+
     def __str__(self) -> str:
         return f"epoch {self.epoch.number} of problems {_listed(self.problems)}"
 
@@ -55,29 +66,32 @@ def read_committed(value: bytes, deployment: str) -> Committed | None:
 
 
 def choose_committed(
-    store: Store, deployment: str, wanted: Collection[str] = (), environment: Environment | None = None
+    store: Store, deployment: str, wanted: Collection[str] = (), environments: Collection[str] = ()
 ) -> tuple[Committed | None, str]:
     """The newest epoch of `deployment` that holds most of the problems `wanted` (their digests); none wanted: the newest.
 
-    environment: of equal problems the newest tuned in it goes before a newer one of another: replicas may have other GPUs, or be
-    upgraded one after the other. None: any.
+    environments: of the ranks that would serve it, by their digests. What was tuned in all of them goes before anything else, since
+    replicas may have other GPUs, or be upgraded one after the other: one epoch is read of each set of problems tuned there, and where
+    there is none a single one of the others, whose refusal says what differs.
 
     None: there is none, or the reason why none is chosen: groups that tune other problems may publish under one deployment, as the
     stages of a pipeline do, and an epoch of theirs would leave this group's layers to their defaults.
     """
+    names = epoch.published(store, deployment)
     newest: dict[str, Committed] = {}  # of each set of problems
-    settled: set[str] = set()
-    for name in epoch.published(store, deployment):
-        if name.problems not in settled:
-            value = store.get(name.key(deployment))
-            if value is not None and (found := read_committed(value, deployment)) is not None:
-                fits = environment is None or _tuned_elsewhere(found, environment) is None
-                if fits:
-                    settled.add(name.problems)
-                if fits or name.problems not in newest:
-                    newest[name.problems] = found
+    elsewhere: Committed | None = None
+    for name in names:
+        if name.problems in newest or not name.may_serve(environments) or (found := _read(store, name, deployment)) is None:
+            continue
+        if found.serves(environments):
+            newest[name.problems] = found
+        elsewhere = elsewhere or found
     if not newest:
-        return None, ""
+        others = (_read(store, name, deployment) for name in names if not name.may_serve(environments))
+        elsewhere = elsewhere or next((found for found in others if found is not None), None)
+        if elsewhere is None or not wanted or elsewhere.problems & set(wanted):
+            return elsewhere, ""
+        return None, f"deployment {deployment!r} has no epoch of this environment, and in another {elsewhere}"
     candidates = [found for found in newest.values() if found.problems] or list(newest.values())
     if not wanted:
         apart = [other for other in candidates[1:] if not other.problems & candidates[0].problems]
@@ -108,10 +122,11 @@ def adopt_newest(
     """
     with group.open_pass("reload"):
         here = {problem.packed for problem in records} | {cell.problem.packed for cell in serving.winners}
-        problems = group.exchange("reload-problems", msgpack.packb(sorted(digest(packed) for packed in here)))
-        wanted = {problem for word in dict.fromkeys(problems) for problem in msgpack.unpackb(word)}
+        said = msgpack.packb([environment.digest, sorted(digest(packed) for packed in here)])
+        asked = [msgpack.unpackb(word) for word in dict.fromkeys(group.exchange("reload-problems", said))]
+        wanted = {problem for _, problems in asked for problem in problems}
         # Every rank chooses and takes apart while the leader does: in a shared store it is the same one, and no byte of it is sent.
-        found, missing = choose_committed(store, serving.deployment, wanted, environment)
+        found, missing = choose_committed(store, serving.deployment, wanted, {digest for digest, _ in asked})
         value = group.exchange("reload", found.value if found else b"", reads={0})[0]
         if found is None or found.value != value:
             found = read_committed(value, serving.deployment) if value else None
@@ -137,17 +152,19 @@ def _listed(problems: Collection[str]) -> str:
     return ", ".join(problem[:8] for problem in sorted(problems)[:3]) + (" ..." if len(problems) > 3 else "")
 
 
+def _read(store: Store, name: epoch.EpochName, deployment: str) -> Committed | None:
+    value = store.get(name.key(deployment))
+    return read_committed(value, deployment) if value is not None else None
+
+
 def _tuned_elsewhere(found: Committed, environment: Environment) -> str | None:
-    """How the environment that the epoch was tuned in differs from this one; None: it is this one."""
-    here = f"{environment.folder}/"
-    for path, entry in found.entries.items():
-        if path.startswith(here):
-            continue
-        try:
-            return f"it was tuned in another environment: {differences(environment_of(entry), environment)}"
-        except Malformed as error:
-            return str(error)
-    return None
+    """How the environment that the epoch was tuned in differs from this one; None: it was tuned in this one, too."""
+    if found.serves([environment.digest]):
+        return None
+    try:
+        return f"it was tuned in another environment: {differences(environment_of(next(iter(found.entries.values()))), environment)}"
+    except Malformed as error:
+        return str(error)
 
 
 def _why_not(found: Committed, environment: Environment, records: Mapping[Problem, Operation]) -> str | None:

@@ -44,7 +44,7 @@ class PassSettings:
             "window_us": self.policy.window / timedelta(microseconds=1), "strategy": self.strategy, "objective": self.objective,
             "probe": self.probe, "ladder": self.ladder.bounds, "buckets": tuple(bucket.high for bucket in self.buckets),
             "modes": self.modes, "deployment": self.deployment, "budget_s": self.budget.total_seconds() if self.budget is not None else None,
-            "measure": self.measure,
+            "mixed_environments": self.mixed_environments, "measure": self.measure,
         }  # fmt: skip
         return {name: canonical(value) for name, value in plain.items()}
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
 import msgpack
@@ -97,9 +97,10 @@ class TunePass:
                 rounds.return_arena()
         # Peers serve it from now on, so this rank does too, before anything else can fail.
         self._adopt(outcome)
+        keyed = self._keyed(outcome.entries)
+        self._memory.update(row for rows in keyed.values() for row in rows)
         if group.is_leader and self._settings.measure:
-            self._publish(outcome)
-        self._memory.update((self._key(cell).path, entry) for cell, entry in outcome.entries.items())
+            self._publish(outcome, keyed)
         self._on_progress(ProgressEvent("done", len(to_tune), len(to_tune)))
         return outcome
 
@@ -169,25 +170,36 @@ class TunePass:
 
     def _answer(self, proposal: plan.Proposal) -> plan.Answer:
         answers: list[plan.CellAnswer | None] = []
+        mixed = len(self._environments) > 1
+        known = {(entry.key_digest, entry.tactic) for _, entry in self._held.values()} if mixed else set()
         for proposed in proposal.cells:
             operation = self._records.get(proposed.cell.problem)
             if operation is None:
                 answers.append(None)
                 continue
             self._group.progress()
-            allowed = {self._key(proposed.cell, environment).digest for environment in self._environments}
-            hits = tuple(self._why_not_hit(operation, proposed, hit, allowed, proposal.workspace_limit) for hit in proposed.hits)
+            keys = {self._key(proposed.cell, environment).digest for environment in self._environments} if mixed else set()
+            hits = tuple(self._why_not_hit(operation, proposed, hit, keys, known, proposal.workspace_limit) for hit in proposed.hits)
             candidates = tuple(self._why_not(operation, proposed, tactic, proposal.workspace_limit) for tactic in proposed.candidates)
             answers.append(plan.CellAnswer(hits, candidates))
         return plan.Answer(tuple(answers))
 
     def _why_not_hit(
-        self, operation: Operation, proposed: plan.ProposedCell, hit: bytes, allowed: set[str], limit: int | None
+        self,
+        operation: Operation,
+        proposed: plan.ProposedCell,
+        hit: bytes,
+        keys: Collection[str],
+        known: Collection[tuple[str, Tactic]],
+        limit: int | None,
     ) -> str | None:
+        """keys: of the cell in each environment of a mixed group; known: (key, winner) of all entries that this rank holds."""
         if hit not in self._held:
             return f"entry {hit.hex()[:8]} did not arrive"
         _, entry = self._held[hit]
-        if entry.key_digest not in allowed:
+        own = self._key(proposed.cell).digest
+        # What was tuned in a peer's environment counts here only where this one has come to the same winner.
+        if entry.key_digest != own and (entry.key_digest not in keys or (own, entry.tactic) not in known):
             return f"it was tuned under another key ({entry.key_digest[:8]})"
         reason = self._why_not(operation, proposed, entry.tactic, limit)
         if reason is not None:
@@ -309,33 +321,43 @@ class TunePass:
 
     def _number(self, table: Epoch, served: int) -> tuple[int, bool]:
         """What the leader's store says: the number of `table`, and whether it is there already, so that no joiner needs another."""
-        deployment, ours = self._settings.deployment, epoch.EpochName.of(table)
-        there = epoch.published(self._store, deployment)
-        alike = next((name for name in there if name.problems == ours.problems), None)
+        deployment, environments = self._settings.deployment, [environment.digest for environment in self._environments]
+        there, ours = epoch.published(self._store, deployment), epoch.EpochName.of(table)
+        # What a joiner of these environments would look at; of another one it could not be adopted here.
+        alike = next((name for name in there if name.problems == ours.problems and name.may_serve(environments)), None)
         if alike is not None and alike.table == ours.table:
             value = self._store.get(alike.key(deployment))
             found = read_committed(value, deployment) if value is not None else None
-            if found is not None and all(path.startswith(f"{self._environment.folder}/") for path in found.entries):
-                # Of another environment it could not be adopted here. In the local layer alone, nobody else finds it.
+            if found is not None and found.serves(environments):
+                # In the local layer alone, nobody else finds it.
                 return alike.number, shared_layer(self._store).get(alike.key(deployment)) is not None
         return 1 + max(served, there[0].number if there else 0), False
 
-    def _publish(self, outcome: PassOutcome) -> None:
+    def _keyed(self, entries: Mapping[Cell, bytes]) -> dict[Cell, list[tuple[str, bytes]]]:
+        """(store key, entry) of each cell for every environment of the group, whichever rank's the entry was tuned under."""
+        if len(self._environments) == 1:
+            return {cell: [(self._key(cell).path, entry)] for cell, entry in entries.items()}
+        keyed = {}
+        for cell, value in entries.items():
+            entry, keys = decode_entry(value), [self._key(cell, environment) for environment in self._environments]
+            keyed[cell] = [(key.path, encode_entry(dataclasses.replace(entry, key=pack(key.canonical())))) for key in keys]
+        return keyed
+
+    def _publish(self, outcome: PassOutcome, keyed: Mapping[Cell, Sequence[tuple[str, bytes]]]) -> None:
         """The leader's part after the commit, best effort: entries (one per environment), then the epoch that joiners adopt."""
-        held = shared_layer(self._store).get_many([self._key(cell).path for cell in outcome.entries])
-        for cell, entry in outcome.entries.items():
+        held = shared_layer(self._store).get_many([path for rows in keyed.values() for path, _ in rows])
+        for cell, rows in keyed.items():
             winner = outcome.epoch.winners.get(cell)
-            if winner is None or (winner.source != "tuned" and self._key(cell).path in held):
-                continue  # a hit that only another rank's store or the local layer held is published, too
-            for environment in self._environments:
-                rekeyed = dataclasses.replace(decode_entry(entry), key=pack(self._key(cell, environment).canonical()))
-                self._store.put(self._key(cell, environment).path, encode_entry(rekeyed))
+            for path, entry in rows:
+                # A hit that only another rank's store or the local layer held is published, too.
+                if winner is not None and (winner.source == "tuned" or path not in held):
+                    self._store.put(path, entry)
         if outcome.stored:
             return
-        paths = [self._key(cell).path for cell in outcome.epoch.winners]
-        fresh = {self._key(cell).path: entry for cell, entry in outcome.entries.items()}
-        embedded = {path: value for path in paths if (value := fresh.get(path) or self._memory.get(path)) is not None}
-        published = epoch.publish(self._store, outcome.epoch, encode_epoch(outcome.epoch, embedded))
+        paths = [self._key(cell, environment).path for environment in self._environments for cell in outcome.epoch.winners]
+        embedded = {path: value for path in paths if (value := self._memory.get(path)) is not None}
+        environments = [environment.digest for environment in self._environments]
+        published = epoch.publish(self._store, outcome.epoch, encode_epoch(outcome.epoch, embedded), environments)
         if not published and not isinstance(self._store, MemoryStore):  # from a process's own memory nobody joins anyway
             log.warning("epoch %d could not be published to %s: nobody can join until it is", outcome.epoch.number, self._store.url)
 

@@ -85,3 +85,17 @@ def test_epochs_are_listed_newest_first_and_what_has_another_name_is_none() -> N
 def test_a_name_says_number_problems_and_table() -> None:
     table = Epoch(7, "d")
     assert EpochName.of(table).key("d") == f"epochs/{digest('d')}/00000007-{digest([])[:16]}-{table.digest}"
+
+
+def test_a_name_says_the_environments_as_far_as_a_key_has_room() -> None:
+    table, environments = Epoch(7, "d"), [digest(str(number)) for number in range(16)]
+    for count in (1, 2, 15):  # all that fit are found again
+        store = MemoryStore()
+        publish(store, table, b"value", environments[:count])
+        (name,) = published(store, "d")
+        assert name == EpochName.of(table, environments[:count])
+        assert name.environments == tuple(sorted(environment[:8] for environment in environments[:count]))
+        assert name.may_serve(environments[:count])
+        assert not name.may_serve(environments[: count + 1])
+    assert EpochName.of(table, environments).environments == ()
+    assert EpochName.of(table, environments).may_serve(environments), "only its value says"

@@ -38,6 +38,25 @@ def store_of(*epochs: Epoch) -> MemoryStore:
     return store
 
 
+HERE, THERE, NOWHERE = (digest(name) for name in ("here", "there", "nowhere"))  # of environments
+
+
+class CountingStore(MemoryStore):
+    """Counts the values that it is asked for."""
+
+    read = 0
+
+    def get(self, key: str) -> bytes | None:
+        self.read += 1
+        return super().get(key)
+
+
+def tuned_in(store: MemoryStore, table: Epoch, *environments: str, named: bool = True) -> None:
+    """Publish an epoch with an entry for each of `environments`. named: its key says them, too."""
+    entries = {f"entries/{environment}/{digest('key')}": b"entry" for environment in environments}
+    epoch.publish(store, table, encode_epoch(table, entries), environments if named else ())
+
+
 # Stages 0 and 1 of a pipeline publish in turn; replicas tune both; a deployment has grown.
 @pytest.mark.parametrize(
     ("epochs", "wanted", "number"),
@@ -91,6 +110,60 @@ def test_a_damaged_epoch_is_passed_over_for_the_one_before() -> None:
     assert found is not None
     assert found.epoch.number == 1
     assert choose_committed(MemoryStore(), "d") == (None, "")
+
+
+# A joiner's environment has an epoch behind 300 newer ones of others, in two sets of problems; has one newer than those; has none.
+@pytest.mark.parametrize(("own", "number", "reads"), [((1, 2), 2, 2), ((1, 999), 999, 2), ((), 302, 1)])
+def test_a_joiner_reads_no_epoch_of_another_environment(own: tuple[int, ...], number: int, reads: int) -> None:
+    store = CountingStore()
+    for other in range(3, 303):
+        tuned_in(store, committed(other, "ab"[other % 2]), THERE)
+    for mine, names in zip(own, ("a", "ab"), strict=False):
+        tuned_in(store, committed(mine, names), HERE)
+    found, reason = choose_committed(store, "d", digests("a"), [HERE])
+    assert found is not None, reason
+    assert (found.epoch.number, store.read) == (number, reads)
+    # Where there is none the newest is read, whose refusal says what differs.
+    assert found.serves([HERE]) == bool(own)
+
+
+def test_a_joiner_of_another_environment_whose_problems_nobody_tuned_is_told_so() -> None:
+    store = CountingStore()
+    tuned_in(store, committed(3, "a"), THERE)
+    found, reason = choose_committed(store, "d", digests("b"), [HERE])
+    assert found is None
+    assert reason == f"deployment 'd' has no epoch of this environment, and in another epoch 3 of problems {next(iter(digests('a')))[:8]}"
+
+
+def test_a_mixed_group_chooses_what_was_tuned_in_all_its_environments_before_what_is_newer() -> None:
+    store = CountingStore()
+    tuned_in(store, committed(1, "a"), HERE, THERE)
+    for number, environment in ((2, HERE), (3, THERE), (4, NOWHERE)):
+        tuned_in(store, committed(number, "a"), environment)
+    for environments, number in (([HERE, THERE], 1), ([HERE], 2), ([THERE], 3)):
+        found, reason = choose_committed(store, "d", digests("a"), environments)
+        assert found is not None, reason
+        assert found.epoch.number == number
+    assert store.read == 3, "one for each that chose"
+
+
+def test_more_environments_than_a_name_holds_are_told_by_the_value() -> None:
+    store, many = CountingStore(), [digest(str(number)) for number in range(16)]
+    tuned_in(store, committed(1, "a"), *many)
+    tuned_in(store, committed(2, "a"), NOWHERE, named=False)  # nor does this name say any
+    assert [name.environments for name in epoch.published(store, "d")] == [(), ()]
+    found, _ = choose_committed(store, "d", digests("a"), many[3:5])
+    assert found is not None
+    assert (found.epoch.number, found.serves(many)) == (1, True)
+
+
+def test_an_epoch_that_lacks_an_entry_of_an_environment_was_not_tuned_there() -> None:
+    store, table = MemoryStore(), committed(1, "ab")
+    entries = {f"entries/{HERE}/{digest('a')}": b"", f"entries/{HERE}/{digest('b')}": b"", f"entries/{THERE}/{digest('a')}": b""}
+    epoch.publish(store, table, encode_epoch(table, entries), [HERE, THERE])
+    found, _ = choose_committed(store, "d", (), [HERE, THERE])
+    assert found is not None
+    assert (found.serves([HERE]), found.serves([THERE]), found.serves([HERE, THERE])) == (True, False, False)
 
 
 def test_a_reload_keeps_to_its_own_problems_and_says_why_it_adopts_nothing(caplog: pytest.LogCaptureFixture) -> None:
