@@ -66,14 +66,13 @@ class SGLangBackend(md.Backend):
         return md.Workspace(num_tokens * config.routing.slots * row * problem.dtype.itemsize)
 
     def bind(self, layer: md.BoundLayer, tactic: md.Tactic) -> Callable[[md.MoEActivationPack, torch.Tensor], md.Tactic]:
-        self._expert_map, experts = layer.expert_map, layer.num_local_experts
+        self._expert_map = layer.expert_map
         experts_of = self._triton if tactic["runner"] == "triton" else self._torch
 
         def run(acts: md.MoEActivationPack, out: torch.Tensor) -> md.Tactic:
             assert acts.topk_ids is not None
             assert acts.topk_weights is not None
-            ids = self._local(acts.topk_ids)
-            experts_of(acts.hidden_states, acts.topk_weights, ids.masked_fill(ids >= experts, -1), out)
+            experts_of(acts.hidden_states, acts.topk_weights, self._local(acts.topk_ids), out)
             return tactic
 
         return run
@@ -93,7 +92,8 @@ class SGLangBackend(md.Backend):
         return self._expert_map[ids.clamp_min(0).long()].masked_fill(ids < 0, -1)
 
     def _triton(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
-        # In place on a copy: an output of its own would be allocated in SGLang's symmetric pool, which is a collective.
+        # In place on a copy: an output of its own would be allocated in SGLang's symmetric pool, which is a collective. The copy is all
+        # that tuning times of these experts and that a served call does without.
         out.copy_(x)
         dispatched = StandardDispatchOutput(out, None, StandardTopKOutput(weights, ids.int(), weights))
         fused_experts_none_to_triton(dispatched, self._method.get_triton_quant_info(self._layer), self._config)
