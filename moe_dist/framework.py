@@ -57,7 +57,7 @@ class Framework:
             cells = ", ".join(f"{modes.count(mode)} {mode}" for mode in sorted(set(modes)))
             yield f"tuned: {epoch.deployment}: epoch {epoch.number} ({epoch.digest[:8]}) with {cells} cells"
         if not epochs:
-            yield f"tuned: {settings.store} holds no epoch of a {self.title} deployment"
+            yield f"tuned: {settings.store} holds no epoch of any {self.title} deployment"
         yield f"to tune where it is served: MOE_DIST_STORE={settings.store} {serve}; a second start then measures nothing"
         buckets = ",".join(map(str, TokenCounts(max_tokens).ladder.bounds))
         yield (

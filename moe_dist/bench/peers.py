@@ -11,6 +11,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from moe_dist.tuning.problem import Tactic
 
 Call = Callable[[MoEActivationPack], torch.Tensor]  # a routed call: [T, H] in the problem's dtype, in memory of its own
 
-FAMILIES = ("vllm", "sonicmoe", "torch")
+FAMILIES = ("vllm", "sglang", "sonicmoe", "torch")
 DEEP_GEMM_TOKENS, SONICMOE_TOKENS = 64, 4096
 
 
@@ -100,6 +101,13 @@ def _swiglu_alone(problem: MoEProblem) -> str | None:
     return None
 
 
+def _plain_or_blocks(problem: MoEProblem, num_tokens: int) -> str | None:
+    quant = problem.config.quant
+    if quant.weight is not None and (quant.weight, quant.granularity) != ("fp8", "block"):
+        return f"it is called for {quant.dtype} weights and for fp8 in blocks alone"
+    return _swiglu_alone(problem)
+
+
 def _require_installed(package: str) -> None:
     """Said before anything about the device: what is lacking first."""
     if importlib.util.find_spec(package) is None:
@@ -136,12 +144,6 @@ def _open_vllm(device: torch.device, max_num_tokens: int, open_until: contextlib
         assert quant.block_shape is not None
         return fp8_w8a8_moe_quant_config(w1_scale=weights.w13_scale, w2_scale=weights.w2_scale, block_shape=list(quant.block_shape))
 
-    def plain_or_blocks(problem: MoEProblem, num_tokens: int) -> str | None:
-        quant = problem.config.quant
-        if quant.weight is not None and (quant.weight, quant.granularity) != ("fp8", "block"):
-            return f"it is called for {quant.dtype} weights and for fp8 in blocks alone"
-        return _swiglu_alone(problem)
-
     def bind_triton(layer: BoundLayer) -> Call:
         weights, quant = layer.weights, quant_of(layer)
 
@@ -158,7 +160,7 @@ def _open_vllm(device: torch.device, max_num_tokens: int, open_until: contextlib
             return "DeepGEMM's experts are fp8 in blocks"
         if num_tokens < DEEP_GEMM_TOKENS:
             return f"it fills up every expert's rows to 128 and is timed from {DEEP_GEMM_TOKENS} tokens on"
-        return plain_or_blocks(problem, num_tokens)
+        return _plain_or_blocks(problem, num_tokens)
 
     def bind_deep_gemm(layer: BoundLayer) -> Call:
         weights, config = layer.weights, layer.problem.config
@@ -195,9 +197,57 @@ def _open_vllm(device: torch.device, max_num_tokens: int, open_until: contextlib
         return call
 
     return [
-        Peer("vllm_triton", version, plain_or_blocks, bind_triton),
+        Peer("vllm_triton", version, _plain_or_blocks, bind_triton),
         Peer("vllm_deepgemm", version, deep_gemm_blocks, bind_deep_gemm),
     ]
+
+
+def _open_sglang(device: torch.device, max_num_tokens: int, open_until: contextlib.ExitStack) -> list[Peer]:
+    """SGLang's Triton experts with its tuned json for the card where it ships one, as its runner calls them for one rank."""
+    _require_installed("sglang")
+    _require_installed("sgl_kernel")  # the distribution sglang-kernel, which SGLang itself imports at a first call
+    if device.type != "cuda":
+        raise ConfigError(f"SGLang's experts need a CUDA device, not {device.type!r}")
+    from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+    from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo, fused_experts_none_to_triton
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.runtime_context import get_context, get_parallel
+
+    open_until.enter_context(get_context().override_server_args(device=device.type))
+    open_until.enter_context(get_parallel().override(tp_group=SimpleNamespace(world_size=1)))  # asked for its size alone
+
+    def bind(layer: BoundLayer) -> Call:
+        weights, config, quant = layer.weights, layer.problem.config, layer.problem.config.quant
+        runner = MoeRunnerConfig(
+            num_experts=config.routing.num_experts,
+            num_local_experts=layer.num_local_experts,
+            hidden_size=config.experts.hidden_size,
+            intermediate_size_per_partition=layer.problem.local_intermediate,
+            top_k=config.routing.top_k,
+            params_dtype=layer.problem.dtype,
+            activation="silu",
+            inplace=False,
+        )
+        info = TritonMoeQuantInfo(
+            weights.w13,
+            weights.w2,
+            use_fp8_w8a8=quant.weight is not None,
+            w13_scale=weights.w13_scale,
+            w2_scale=weights.w2_scale,
+            block_shape=None if quant.block_shape is None else list(quant.block_shape),
+        )
+
+        def call(acts: MoEActivationPack) -> torch.Tensor:
+            topk = StandardTopKOutput(acts.topk_weights, acts.topk_ids, acts.topk_weights)
+            out: torch.Tensor = fused_experts_none_to_triton(
+                StandardDispatchOutput(acts.hidden_states, None, topk), info, runner
+            ).hidden_states
+            return out
+
+        return call
+
+    return [Peer("sglang_triton", importlib.metadata.version("sglang"), _plain_or_blocks, bind)]
 
 
 def _open_sonicmoe(device: torch.device, max_num_tokens: int, open_until: contextlib.ExitStack) -> list[Peer]:
@@ -247,5 +297,6 @@ def _open_sonicmoe(device: torch.device, max_num_tokens: int, open_until: contex
 _OPEN: dict[str, Callable[[torch.device, int, contextlib.ExitStack], list[Peer]]] = {
     "torch": _open_torch,
     "vllm": _open_vllm,
+    "sglang": _open_sglang,
     "sonicmoe": _open_sonicmoe,
 }

@@ -378,13 +378,16 @@ def test_two_results_of_one_cell_are_refused() -> None:
 
 
 def test_a_family_that_cannot_be_had_is_named_with_its_reason() -> None:
-    with open_peers(["torch", "vllm", "sonicmoe"], CPU, 8) as found:
+    with open_peers(["torch", "vllm", "sglang", "sonicmoe"], CPU, 8) as found:
         assert [one.name for one in found.peers] == ["torch_grouped_mm"]
         assert found.missing == {
             name: f"ModuleNotFoundError: {name} is not installed here"  # said first, of a package and a GPU that are lacking
-            for name in ("vllm", "sonicmoe")
+            for name in ("vllm", "sglang", "sonicmoe")
         }
-    with pytest.raises(ConfigError, match="peer 'trt' is not known; choose some of vllm, sonicmoe, torch"), open_peers(["trt"], CPU, 8):
+    with (
+        pytest.raises(ConfigError, match="peer 'trt' is not known; choose some of vllm, sglang, sonicmoe, torch"),
+        open_peers(["trt"], CPU, 8),
+    ):
         pass
 
 

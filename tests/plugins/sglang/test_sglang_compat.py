@@ -1,4 +1,4 @@
-"""A SGLang that lacks what the plugin relies on is named with the symbol, and gets no choice; what the doctor says."""
+"""An SGLang that lacks what the plugin relies on is named with the symbol, and gets no choice; what the doctor says."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_doctor_speaks_where_there_is_no_sglang_and_no_epoch(tmp_path: Path, mon
     lines = list(report(str(tmp_path), None, tp=2, ep=2, max_tokens=6))
     assert lines[0] == "sglang: not installed here"
     assert lines[1].startswith(f"settings: tune tune, store {tmp_path}, budget 120 s, ")
-    assert lines[2] == f"tuned: {tmp_path} holds no epoch of a SGLang deployment"
+    assert lines[2] == f"tuned: {tmp_path} holds no epoch of any SGLang deployment"
     assert "--moe-runner-backend moe_dist --tp 4 --ep 2 --chunked-prefill-size 6;" in lines[3]  # SGLang's --tp counts all ranks
     assert "torchrun --nproc-per-node=4 -m moe_dist.tune --model MODEL --tp 2 --ep 2 --routed --buckets 1,2,4,6 --policy eager" in lines[4]
 

@@ -100,7 +100,7 @@ def test_doctor_speaks_where_there_is_no_vllm_and_no_epoch(tmp_path: Path, monke
     lines = list(report(str(tmp_path), None, tp=2, ep=2, max_tokens=6))
     assert lines[0] == "vllm: not installed here"
     assert lines[1].startswith(f"settings: tune tune, store {tmp_path}, budget 120 s, ")
-    assert lines[2] == f"tuned: {tmp_path} holds no epoch of a vLLM deployment"
+    assert lines[2] == f"tuned: {tmp_path} holds no epoch of any vLLM deployment"
     # vLLM has one size for both: its experts are shared out over the ranks that tensor parallelism names.
     assert "--moe-backend=moe_dist --tensor-parallel-size=4 --enable-expert-parallel --max-num-batched-tokens=6;" in lines[3]
     assert "torchrun --nproc-per-node=4 -m moe_dist.tune --model MODEL --tp 2 --ep 2 --routed --buckets 1,2,4,6 --policy eager" in lines[4]
