@@ -5,9 +5,10 @@ by the tests alone.
 """
 
 from moe_dist_kernels.decode import DecodeTile
-from moe_dist_kernels.experts import (
+from moe_dist_kernels.experts import Experts, is_interpreted
+from moe_dist_kernels.grouped import ProductTile
+from moe_dist_kernels.plan import (
     DecodePlan,
-    Experts,
     ExpertsShape,
     Limits,
     Plan,
@@ -15,10 +16,8 @@ from moe_dist_kernels.experts import (
     SortedPlan,
     SpecialisedPlan,
     all_launches,
-    is_interpreted,
     scratch,
 )
-from moe_dist_kernels.grouped import ProductTile
 
 __all__ = [
     "DecodePlan",

@@ -32,8 +32,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from moe_dist_kernels.experts import ExpertsShape, Plan, RouterShape, all_launches
 from moe_dist_kernels.launch import Launch
+from moe_dist_kernels.plan import ExpertsShape, Plan, RouterShape, all_launches
 from moe_dist_kernels.routing import route_launch
 
 log = logging.getLogger("moe_dist.kernels")

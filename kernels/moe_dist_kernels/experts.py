@@ -1,220 +1,57 @@
-"""The launcher of a whole MoE layer: routing if asked for, then the small path or the sorted one, into the caller's output.
+"""A MoE layer's experts, bound to weights and a plan: checks what is bound, and launches a call's kernels in order.
 
-Owns what is launched, in which order, over which scratch memory. Knows nothing of tuning: the caller brings a plan.
+Owns which pointers a launch gets, over which scratch memory. What there is to launch is `plan.py`'s; tuning is nobody's here.
 Legend: T tokens, K slots of a token, E local experts, N routed experts, H hidden, I local intermediate.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from moe_dist_kernels.align import CHUNK, Align, Ids, chunks, max_tiles
-from moe_dist_kernels.decode import DecodeTile, decode_launches
-from moe_dist_kernels.finalize import finalize_blocks, finalize_kernel, finalize_launches
-from moe_dist_kernels.grouped import SCALE_BLOCK, ProductTile, product_launches
-from moe_dist_kernels.launch import Launch, Scratch, interpreted
+from moe_dist_kernels.align import CHUNK, max_tiles
+from moe_dist_kernels.finalize import finalize_blocks, finalize_kernel
+from moe_dist_kernels.grouped import SCALE_BLOCK, ProductTile
+from moe_dist_kernels.launch import Scratch, interpreted
+from moe_dist_kernels.plan import DecodePlan, ExpertsShape, Limits, Plan, RouterShape, SortedPlan, SpecialisedPlan, make_launchers, scratch
 from moe_dist_kernels.quantise import quantise_blocks, quantise_launch
 from moe_dist_kernels.routing import route_launch
 
 MAX_SLOTS = 2**31 - CHUNK  # slots are counted in 32 bits
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertsShape:
-    """What the kernels are compiled for, all but the token count.
+@dataclasses.dataclass(slots=True)
+class _Call:
+    """One call on its way: what is launched, and the pointers (tensors if interpreted) of what it reads and writes.
 
-    dtype: of hidden states, output and, unless fp8, weights. fp8: weights are float8_e4m3fn with 128 x 128 block scales.
-    slots: K, fused shared experts included. map_size: length of the map from global ids to weight rows; None: ids are rows.
-    kind, limit, alpha, beta: see `activation.activate`. up_bias, down_bias: a bias's dtype; None: there is none. finalize: [T, H] or, without, [T, K, H].
+    block: the scratch memory, alive until everything that uses it is in the stream; at: its parts. up_weights, down_weights: the router's
+    weights, for the product that applies them. y: the second product's rows.
     """
 
-    dtype: torch.dtype
-    hidden: int
-    inter: int
-    slots: int
-    num_local: int
-    map_size: int | None
-    kind: str
-    limit: float | None = None
-    alpha: float = 1.0
-    beta: float = 0.0
-    up_bias: torch.dtype | None = None
-    down_bias: torch.dtype | None = None
-    weight_on_input: bool = False
-    finalize: bool = True
-    fp8: bool = False
+    launchers: dict[str, Any]
+    tokens: int
+    count: int
+    stream: int
+    layout: Scratch
+    block: torch.Tensor
+    at: dict[str, Any]
+    x: Any
+    ids: Any
+    weights: Any
+    up_weights: Any
+    down_weights: Any
+    y: Any
 
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        return torch.float8_e4m3fn if self.fp8 else self.dtype
+    def view(self, part: str, columns: int) -> torch.Tensor:
+        """A part of the scratch memory with a row for each slot."""
+        return self.layout.view(self.block, part).view(self.count, columns)
 
-    @property
-    def planes(self) -> int:
-        """Rows of w13 that make one column of the activation."""
-        return 2 if self.gated else 1
-
-    def why_not(self) -> str | None:
-        """The reason that no plan can run this shape, or None."""
-        if self.planes * self.inter * self.hidden >= 2**31:
-            return f"an expert's first product has {self.planes * self.inter} x {self.hidden} weights; offsets inside an expert are 32 bits wide"
-        if self.fp8 and self.inter % SCALE_BLOCK:
-            return (
-                f"the local intermediate size {self.inter} is no multiple of {SCALE_BLOCK}, so that gate and up rows share fp8 scale blocks"
-            )
-        return None
-
-    @property
-    def gated(self) -> bool:
-        return self.kind in ("swiglu", "geglu")
-
-    @property
-    def activation(self) -> dict[str, Any]:
-        return {"KIND": self.kind, "LIMIT": self.limit, "ALPHA": self.alpha, "BETA": self.beta, "GATED": self.gated}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RouterShape:
-    """How logits choose experts; the fields of `routing.route_launch`."""
-
-    logits_dtype: torch.dtype
-    num_experts: int
-    top_k: int
-    n_group: int | None
-    topk_group: int | None
-    num_shared: int
-    scoring: str
-    renormalize: bool
-    scale: float
-    bias: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What a card allows: shared memory of one block, in bytes; whether it has the copy engine and Hopper's matrix
-    instructions; its multiprocessors."""
-
-    shared_bytes: int = 232448
-    has_tma: bool = True
-    has_wgmma: bool = True
-    processors: int = 132
-
-    @classmethod
-    def of(cls, device: torch.device) -> Limits:
-        """Those of `device`; an H200's where there is no GPU."""
-        if device.type != "cuda":
-            return cls()
-        found: Any = torch.cuda.get_device_properties(device)
-        return cls(
-            shared_bytes=found.shared_memory_per_block_optin,
-            has_tma=found.major >= 9,
-            has_wgmma=found.major == 9,
-            processors=found.multi_processor_count,
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodePlan:
-    """The small path: see decode.py."""
-
-    up: DecodeTile
-    down: DecodeTile
-
-    def why_not(self, shape: ExpertsShape, limits: Limits) -> str | None:
-        del shape, limits  # any shape runs, on any card: nothing is staged in shared memory
-        return self.up.why_not() or self.down.why_not()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SortedPlan:
-    """The sorted path: row tiles of block_m, group_m of them sharing weights in L2; swap_ab: weights are the wide operand."""
-
-    block_m: int
-    group_m: int
-    swap_ab: bool
-    up: ProductTile
-    down: ProductTile
-
-    def why_not(self, shape: ExpertsShape, limits: Limits) -> str | None:
-        if self.group_m < 1:
-            return f"group_m {self.group_m} must be at least 1"
-        for name, tile, planes, depth in (("up", self.up, shape.planes, shape.hidden), ("down", self.down, 1, shape.inter)):
-            reason = tile.why_not(
-                block_m=self.block_m,
-                planes=planes,
-                itemsize=shape.weight_dtype.itemsize,
-                depth=depth,
-                fp8=shape.fp8,
-                shared_limit=limits.shared_bytes,
-                has_tma=limits.has_tma,
-            )
-            if reason is not None:
-                return f"{name} product: {reason}"
-        if shape.fp8 and self.down.block_k > self.up.block_n:
-            return f"down product: block_k {self.down.block_k} spans several of the fp8 scales that the up product makes, one for {self.up.block_n} columns"
-        return None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SpecialisedPlan:
-    """The sorted path with hopper.py's products: fp8, tiles of 128 rows, group_m of them sharing weights in L2. gather: the first product
-    fetches rows by token; else they are copied into sorted order before."""
-
-    group_m: int
-    gather: bool
-    block_m: ClassVar[int] = 128
-    act_group: ClassVar[int] = 128  # columns of the activation that share a scale
-
-    def why_not(self, shape: ExpertsShape, limits: Limits) -> str | None:
-        if not shape.fp8 or shape.kind != "swiglu" or shape.up_bias or shape.down_bias or shape.weight_on_input:
-            return "the warp-specialised products know fp8 weights, SwiGLU and the weight on the output, and no bias"
-        if shape.hidden % SCALE_BLOCK:
-            return f"the warp-specialised products need a hidden size that is a multiple of {SCALE_BLOCK}, not {shape.hidden}"
-        if not limits.has_wgmma:
-            return "the warp-specialised products are written in Hopper's instructions, for compute capability 9.0"
-        if self.group_m < 1:
-            return f"group_m {self.group_m} must be at least 1"
-        need = 4 * 49152 + 18432  # four stages of 48 KB, the results' way out, barriers
-        if need > limits.shared_bytes:
-            return f"the warp-specialised products need {need} bytes of shared memory, a block has {limits.shared_bytes}"
-        return None
-
-
-Plan = DecodePlan | SortedPlan | SpecialisedPlan
-
-
-def scratch(shape: ExpertsShape, plan: Plan, num_tokens: int, *, routed: bool) -> Scratch:
-    """The scratch memory of one call: a pure function of shape, plan and token count. routed: the caller brings ids."""
-    count = num_tokens * shape.slots
-    parts: dict[str, tuple[int, torch.dtype]] = {}
-    if not routed:
-        parts |= {"ids": (count, torch.int32), "weights": (count, torch.float32)}
-    if isinstance(plan, DecodePlan):
-        parts["act"] = (count * shape.inter, shape.dtype)
-        return Scratch(**parts)
-    parts["act"] = (count * shape.inter, shape.weight_dtype)
-    if shape.fp8:
-        copied = isinstance(plan, SpecialisedPlan) and not plan.gather
-        group = plan.act_group if isinstance(plan, SpecialisedPlan) else plan.up.block_n
-        rows = count if copied else num_tokens
-        parts |= {
-            "act_scale": (count * -(-shape.inter // group), torch.float32),
-            "x": (rows * shape.hidden, torch.float8_e4m3fn),
-            "x_scale": (rows * -(-shape.hidden // SCALE_BLOCK), torch.float32),
-        }
-        if copied:
-            parts |= {"places": (count, torch.int32), "row_weights": (count, torch.float32)}
-    cursors = chunks(count) * shape.num_local
-    tiles = max(1, max_tiles(count, shape.num_local, plan.block_m))
-    parts |= {"cursor": (cursors, torch.int32), "slots": (count, torch.int32), "num_tiles": (3, torch.int32)}
-    if chunks(count) > 1:
-        parts["counts"] = (cursors, torch.int32)
-    parts |= dict.fromkeys(("tile_expert", "tile_row", "tile_rows"), (tiles, torch.int32))
-    if shape.finalize and shape.slots > 1:
-        parts["y"] = (count * shape.hidden, shape.dtype)
-    return Scratch(**parts)
+    def tiles(self) -> tuple[Any, ...]:
+        """What the sort left: slots in order, and each tile's expert, first row and number of rows."""
+        at = self.at
+        return at["slots"], at["tile_expert"], at["tile_row"], at["tile_rows"], at["num_tiles"]
 
 
 class Experts:
@@ -392,68 +229,72 @@ class Experts:
             ids_ptr, weights_ptr = at["ids"], at["weights"]
             self._route(tokens, device, stream, as_pointer(logits), self._correction, ids_ptr, weights_ptr, tokens)
             launchers = self.launchers(torch.int32)
-        up_weights = weights_ptr if shape.weight_on_input else None
-        down_weights = None if shape.weight_on_input else weights_ptr
+        on_input = shape.weight_on_input
+        call = _Call(
+            launchers, tokens, count, stream, layout, block, at, x_ptr, ids_ptr, weights_ptr,
+            weights_ptr if on_input else None, None if on_input else weights_ptr, at.get("y", out_ptr),
+        )  # fmt: skip
         if isinstance(plan, DecodePlan):
-            up, down = launchers["up"], launchers["down"]
-            grid = count * -(-shape.inter // plan.up.block_n)
-            weights13, weights2 = (self._w13, self._w13_scale, self._w13_bias), (self._w2, self._w2_scale, self._w2_bias)
-            up(grid, device, stream, x_ptr, *weights13, up_weights, ids_ptr, self._map, at["act"], count)
-            outputs = tokens if shape.finalize else count
-            grid = outputs * -(-shape.hidden // plan.down.block_n)
-            down(grid, device, stream, at["act"], *weights2, down_weights, ids_ptr, self._map, out_ptr, outputs)
-        elif isinstance(plan, SpecialisedPlan):
-            launchers["align"](device, stream, count, ids_ptr, self._map, at)
-            found = (at["tile_expert"], at["tile_row"], at["tile_rows"], at["num_tiles"])
-            up, down = launchers["up"], launchers["down"]
-            if plan.gather:
-                rows, row_weights = at["x"], weights_ptr
-                self._quantise(tokens * quantise_blocks(shape.hidden), device, stream, x_ptr, rows, at["x_scale"], tokens)
-            else:
-                rows, row_weights = up.params[0].of(layout.view(block, "x").view(count, shape.hidden)), at["row_weights"]
-                grid = tokens * launchers["scatter_blocks"]
-                scattered = (at["x"], at["x_scale"], row_weights)
-                launchers["scatter"](grid, device, stream, x_ptr, weights_ptr, at["places"], *scattered, tokens)
-            boxes = (rows, self._up_weights[0], at["x_scale"], self._up_weights[1])
-            up(self._processors, device, stream, *boxes, at["slots"], None, *found, at["act"], at["act_scale"])
-            y = at.get("y", out_ptr)
-            act = layout.view(block, "act").view(count, shape.inter)
-            boxes = (down.params[0].of(act), self._down_weights[0], at["act_scale"], self._down_weights[1])
-            down(self._processors, device, stream, *boxes, at["slots"], row_weights, *found, y, None)
-            self._finish(launchers, tokens, count, stream, "y" in at, y, ids_ptr, out_ptr)
+            self._decode(plan, call)
+            return
+        if isinstance(plan, SpecialisedPlan):
+            self._specialised(plan, call)
         else:
-            act_scale = x_scale = None
-            if shape.fp8:
-                x_scale, act_scale = at["x_scale"], at["act_scale"]
-                self._quantise(tokens * quantise_blocks(shape.hidden), device, stream, x_ptr, at["x"], x_scale, tokens)
-                x_ptr = at["x"]
-            launchers["align"](device, stream, count, ids_ptr, self._map, at)
-            tiles = (at["slots"], at["tile_expert"], at["tile_row"], at["tile_rows"], at["num_tiles"])
-            most = max_tiles(count, shape.num_local, plan.block_m)
-            grid = min(most * -(-shape.inter // plan.up.block_n), self._persistent["up"])
-            launchers["up"](
-                grid, device, stream, x_ptr, x_scale, *self._up_weights, self._w13_bias, up_weights, *tiles, at["act"], act_scale
-            )
-            grid = min(most * -(-shape.hidden // plan.down.block_n), self._persistent["down"])
-            in_place = "y" not in at
-            y = out_ptr if in_place else at["y"]
-            operand: tuple[Any, ...] = (at["act"], None, act_scale)
-            if plan.down.tma:
-                view = layout.view(block, "act").view(count, shape.inter)
-                operand = (None, launchers["down"].params[1].of(view), act_scale)
-            launchers["down"](grid, device, stream, *operand, *self._down_weights, self._w2_bias, down_weights, *tiles, y)
-            self._finish(launchers, tokens, count, stream, not in_place, y, ids_ptr, out_ptr)
-        del block  # alive until everything that uses it is in the stream
+            self._sorted(plan, call)
+        blocks = finalize_blocks(shape.hidden)
+        if "y" in at:
+            launchers["finalize"](tokens * blocks, device, stream, call.y, ids_ptr, self._map, out_ptr, tokens)
+        else:  # rows lie in `out` already, all but the remote ones
+            launchers["zero_remote"](count * blocks, device, stream, ids_ptr, self._map, out_ptr, count)
 
-    def _finish(
-        self, launchers: dict[str, Any], tokens: int, count: int, stream: int, summed: bool, y: Any, ids_ptr: Any, out_ptr: Any
-    ) -> None:
-        """The rows of `y` into `out`, or zeros into the remote rows of what is `out` already."""
-        blocks = finalize_blocks(self.shape.hidden)
-        if summed:
-            launchers["finalize"](tokens * blocks, self._index, stream, y, ids_ptr, self._map, out_ptr, tokens)
+    def _decode(self, plan: DecodePlan, call: _Call) -> None:
+        """Two launches, all slots of a token summed in the second."""
+        shape, launchers, device, stream = self.shape, call.launchers, self._index, call.stream
+        grid = call.count * -(-shape.inter // plan.up.block_n)
+        weights = (self._w13, self._w13_scale, self._w13_bias, call.up_weights)
+        launchers["up"](grid, device, stream, call.x, *weights, call.ids, self._map, call.at["act"], call.count)
+        outputs = call.tokens if shape.finalize else call.count
+        grid = outputs * -(-shape.hidden // plan.down.block_n)
+        weights = (self._w2, self._w2_scale, self._w2_bias, call.down_weights)
+        launchers["down"](grid, device, stream, call.at["act"], *weights, call.ids, self._map, call.y, outputs)
+
+    def _specialised(self, plan: SpecialisedPlan, call: _Call) -> None:
+        """Sort; quantise, by token or into sorted order; both products."""
+        shape, launchers, device, stream, at = self.shape, call.launchers, self._index, call.stream, call.at
+        launchers["align"](device, stream, call.count, call.ids, self._map, at)
+        up, down = launchers["up"], launchers["down"]
+        if plan.gather:
+            rows, row_weights = at["x"], call.weights
+            self._quantise(call.tokens * quantise_blocks(shape.hidden), device, stream, call.x, rows, at["x_scale"], call.tokens)
         else:
-            launchers["zero_remote"](count * blocks, self._index, stream, ids_ptr, self._map, out_ptr, count)
+            rows, row_weights = up.params[0].of(call.view("x", shape.hidden)), at["row_weights"]
+            grid = call.tokens * launchers["scatter_blocks"]
+            scattered = (at["x"], at["x_scale"], row_weights)
+            launchers["scatter"](grid, device, stream, call.x, call.weights, at["places"], *scattered, call.tokens)
+        slots, *tiles = call.tiles()
+        boxes = (rows, self._up_weights[0], at["x_scale"], self._up_weights[1])
+        up(self._processors, device, stream, *boxes, slots, None, *tiles, at["act"], at["act_scale"])
+        boxes = (down.params[0].of(call.view("act", shape.inter)), self._down_weights[0], at["act_scale"], self._down_weights[1])
+        down(self._processors, device, stream, *boxes, slots, row_weights, *tiles, call.y, None)
+
+    def _sorted(self, plan: SortedPlan, call: _Call) -> None:
+        """Quantise where weights are fp8; sort; both products."""
+        shape, launchers, device, stream, at = self.shape, call.launchers, self._index, call.stream, call.at
+        x, x_scale, act_scale = call.x, None, None
+        if shape.fp8:
+            x, x_scale, act_scale = at["x"], at["x_scale"], at["act_scale"]
+            self._quantise(call.tokens * quantise_blocks(shape.hidden), device, stream, call.x, x, x_scale, call.tokens)
+        launchers["align"](device, stream, call.count, call.ids, self._map, at)
+        most = max_tiles(call.count, shape.num_local, plan.block_m)
+        grid = min(most * -(-shape.inter // plan.up.block_n), self._persistent["up"])
+        weights = (*self._up_weights, self._w13_bias, call.up_weights)
+        launchers["up"](grid, device, stream, x, x_scale, *weights, *call.tiles(), at["act"], act_scale)
+        grid = min(most * -(-shape.hidden // plan.down.block_n), self._persistent["down"])
+        rows: tuple[Any, ...] = (at["act"], None, act_scale)
+        if plan.down.tma:
+            rows = (None, launchers["down"].params[1].of(call.view("act", shape.inter)), act_scale)
+        weights = (*self._down_weights, self._w2_bias, call.down_weights)
+        launchers["down"](grid, device, stream, *rows, *weights, *call.tiles(), call.y)
 
     @staticmethod
     def _tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -473,83 +314,6 @@ def _programs(tile: ProductTile, block_m: int, shape: ExpertsShape, device: torc
     return limits.processors * (2 if tile.warps == 4 and 2 * need <= limits.shared_bytes else 1)
 
 
-def make_launchers(shape: ExpertsShape, plan: Plan, ids_dtype: torch.dtype, *, pdl: bool) -> dict[str, Any]:
-    """Everything that `plan` launches, by name. Compiles nothing."""
-    ids = Ids(dtype=ids_dtype, num_local=shape.num_local, map_size=shape.map_size)
-    last = finalize_launches(dtype=shape.dtype, ids=ids, hidden=shape.hidden, top_k=shape.slots, pdl=pdl)
-    if isinstance(plan, SpecialisedPlan):
-        from moe_dist_kernels import hopper  # Gluon, which no other plan needs
-
-        scatter = {
-            "scatter": hopper.scatter_launch(dtype=shape.dtype, hidden=shape.hidden, top_k=shape.slots, pdl=pdl),
-            "scatter_blocks": hopper.scatter_blocks(shape.hidden),
-        }
-        return {
-            "align": Align(block_m=plan.block_m, places=not plan.gather, ids=ids, pdl=pdl),
-            **({} if plan.gather else scatter),
-            **hopper.product_launches(
-                dtype=shape.dtype,
-                hidden=shape.hidden,
-                inter=shape.inter,
-                top_k=shape.slots,
-                limit=shape.limit,
-                alpha=shape.alpha,
-                beta=shape.beta,
-                group_m=plan.group_m,
-                gather=plan.gather,
-                pdl=pdl,
-            ),
-            **last,
-        }
-    products: dict[str, Any] = {
-        "dtype": shape.dtype,
-        "fp8": shape.fp8,
-        "hidden": shape.hidden,
-        "inter": shape.inter,
-        "top_k": shape.slots,
-        "activation": shape.activation,
-        "up_bias": shape.up_bias,
-        "down_bias": shape.down_bias,
-        "weight_on_input": shape.weight_on_input,
-        "up": plan.up,
-        "down": plan.down,
-        "pdl": pdl,
-    }
-    if isinstance(plan, DecodePlan):
-        return decode_launches(**products, ids=ids, slots=shape.slots if shape.finalize else 1)
-    cut: dict[str, Any] = {"block_m": plan.block_m, "group_m": plan.group_m, "swap_ab": plan.swap_ab}
-    return {"align": Align(block_m=plan.block_m, ids=ids, pdl=pdl), **product_launches(**products, **cut), **last}
-
-
-def all_launches(shape: ExpertsShape, plan: Plan, *, ids_dtype: torch.dtype = torch.int32, pdl: bool = False) -> dict[str, Launch]:
-    """Every kernel variant that a plan can launch, by name: for compiling them all ahead of time."""
-    found: dict[str, Launch] = {}
-    for name, launch in make_launchers(shape, plan, ids_dtype, pdl=pdl).items():
-        if isinstance(launch, Align):
-            found |= {f"align_one_{chunk}": one for chunk, one in launch.one.items()}
-            found |= {"align_count": launch.count, "align_place": launch.place}
-        elif isinstance(launch, Launch):
-            found[name] = launch
-    if shape.fp8 and (plan.gather if isinstance(plan, SpecialisedPlan) else isinstance(plan, SortedPlan)):
-        found["quantise"] = quantise_launch(dtype=shape.dtype, hidden=shape.hidden, pdl=pdl)
-    return found
-
-
 def is_interpreted() -> bool:
     """Whether the kernels run under Triton's interpreter in this process."""
     return interpreted(finalize_kernel)
-
-
-__all__ = [
-    "DecodePlan",
-    "Experts",
-    "ExpertsShape",
-    "Limits",
-    "Plan",
-    "RouterShape",
-    "SortedPlan",
-    "SpecialisedPlan",
-    "all_launches",
-    "is_interpreted",
-    "scratch",
-]

@@ -8,6 +8,8 @@ Legend: T tokens, K slots, H hidden.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -75,6 +77,7 @@ def _block(hidden: int) -> int:
     return min(1024, int(power_of_2(hidden)))
 
 
+@functools.cache  # asked at every call
 def finalize_blocks(hidden: int) -> int:
     """Programs of a token (finalize) or slot (zero_remote)."""
     return -(-hidden // _block(hidden))

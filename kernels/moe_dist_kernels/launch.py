@@ -7,6 +7,7 @@ Imported by the launchers of this package and by the tests that compile every va
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ class Descriptor:
     block: tuple[int, ...]
     swizzle: int | None = None
 
-    @property
+    @functools.cached_property  # eager calls ask for it, and Gluon checks it at length
     def layout(self) -> Any:
         """The layout in shared memory of a Gluon kernel's blocks."""
         from triton.experimental.gluon.language import NVMMASharedLayout
