@@ -376,7 +376,7 @@ def _meet(fault: Fault, rank: Rank, tuner: Tuner, group: RankGroup, client: TCPS
             raise MemoryError("no room for the table")
         case "late words of an old pass":
             for name in ("000002/0", "000002/all", "000003/all"):
-                client.set(f"group/1/1/{name}", "late")  # pass 1 is over
+                client.set(f"{group._base}/1/{name}", "late")  # pass 1 is over
         case "two passes at once":
             tuner.run_pass()
         case "another job publishes in between":

@@ -15,6 +15,7 @@ import hashlib
 import queue
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -39,6 +40,7 @@ from moe_dist.errors import (
     first_line,
 )
 from moe_dist.tuning.problem import digest
+from moe_dist.versions import code_version
 
 T = TypeVar("T")
 
@@ -135,7 +137,8 @@ def require_one_version(versions: Sequence[str], names: Sequence[int]) -> None:
         odd = {name: version for name, version in zip(names, versions, strict=True) if version != usual}
         raise SettingsDiffer(
             "ranks run other versions of moe_dist: " + ", ".join(f"rank {name} {version}" for name, version in odd.items())
-            + f", the rest {usual}; install the same on all", odd, ["version"],
+            + f", the rest {usual}; install the same on all: mixed_environments allows other GPUs, drivers and libraries, no other code of "
+            "ours, which reads what ranks say", odd, ["version"],
         )  # fmt: skip
 
 
@@ -163,8 +166,9 @@ class RankGroup:
     scope: equal on all ranks of this group and different from every other group on the same store.
     host: the global rank whose process serves the rendezvous, None: it lives outside the ranks; when it dies with that rank,
         `RendezvousLost` names the rank.
-    version: of the code that speaks, equal on all ranks: those of another never read each other's words, and whoever waits for one
-        raises `SettingsDiffer`. "": it is not said.
+    version: of the code that speaks, None: this one's. Equal on all ranks, also where environments may differ: everyone concludes
+        the same from the same words only by the same code. Those of another never read each other's words, and whoever waits for
+        one raises `SettingsDiffer`.
     progress_timeout: a rank is lost when it neither answers nor progresses for so long. cap: the same for a whole pass.
     """
 
@@ -177,7 +181,7 @@ class RankGroup:
         names: Sequence[int] | None = None,
         scope: str = "group",
         host: int | None = None,
-        version: str = "",
+        version: str | None = None,
         progress_timeout: timedelta = PROGRESS_TIMEOUT,
         cap: timedelta = CAP,
     ) -> None:
@@ -194,17 +198,17 @@ class RankGroup:
         self._progress_timeout, self._cap = progress_timeout.total_seconds(), cap.total_seconds()
         self._requests = _Requests()
         # Where every release says what it is, however its other words are made and wherever they lie.
-        self._versions = [f"{scope}/version/{other}" for other in range(size)] if version and size > 1 else []
+        version = version or code_version()
+        self._versions = [f"{scope}/version/{other}" for other in range(size)] if size > 1 else []
         if self._versions:
             self._ask(lambda: self._store.set(self._versions[rank], version))
-            scope = f"{scope}/{version}"
-        self._scope = scope
-        self._attachment = self._ask(lambda: self._store.add(f"{scope}/attach/{rank}", 1))
-        self._claim = f"{scope}/claim/{rank}"
-        holder = str(self._attachment)
-        if bytes(self._ask(lambda: self._store.compare_set(self._claim, "", holder))).decode() != holder:
+        self._scope = f"{scope}/{version}"
+        self._claim, self._holder = f"{self._scope}/claim/{rank}", uuid.uuid4().hex
+        if bytes(self._ask(lambda: self._store.compare_set(self._claim, "", self._holder))).decode() != self._holder:
             self._requests.close()
             raise TunerStateError(f"rank {rank} of group {scope!r} has an open tuner already; close that one first")
+        self._attachment = 0  # taken with the first pass
+        self._missed: Verdict | None = None
         self._pass = 0
         self._pass_start = 0.0
         self._step, self._call = 0, ""
@@ -226,7 +230,7 @@ class RankGroup:
         run: str = "",
         restart: int = 0,
         agent: bool = False,
-        version: str = "",
+        version: str | None = None,
         progress_timeout: timedelta = PROGRESS_TIMEOUT,
         cap: timedelta = CAP,
     ) -> RankGroup:
@@ -261,10 +265,25 @@ class RankGroup:
             raise TunerStateError(f"this group is dead ({self.dead}); start a new group or restart the process")
         if self._open:
             raise TunerStateError("a pass is already open on this group; two can't run at once")
-        self._pass += 1
+        self._count_pass()
         self._step, self._call = 0, call
         self._pass_start = time.monotonic()
         self._open = True
+
+    def _count_pass(self) -> None:
+        """Attachments are counted by their first passes: one that was refused, or closed unused, on one rank moved no counter.
+
+        One that has ended because this rank did not come to it (it was refused then, or is late) is left behind: peers that come
+        again count on. Who then waits for them in vain says what they said.
+        """
+        while not self._attachment:
+            self._attachment = self._ask(lambda: self._store.add(f"{self._scope}/attach/{self.rank}", 1))
+            verdict = f"{self._base}/1/{_VERDICT}"
+            if self._present(verdict):
+                ended = Verdict.from_bytes(bytes.fromhex(self._get(verdict).decode()))
+                if ended.error == "RankLost" and self.names[self.rank] in ended.ranks:
+                    self._missed, self._attachment = ended, 0
+        self._pass += 1
 
     @contextlib.contextmanager
     def open_pass(self, call: str) -> Iterator[None]:
@@ -394,7 +413,7 @@ class RankGroup:
         if self.dead or self._closed or self.size == 1:
             return
         if not self._open:
-            self._pass += 1
+            self._count_pass()
         name = self.names[self.rank]
         self._open = True
         self.abort(RankWithdrawn(f"rank {name} left the pass: {reason}", [name]))
@@ -404,14 +423,14 @@ class RankGroup:
         """Give up the claim, so that another may be made on these ranks; this one goes on under its own words. Idempotent."""
         if not self._closed and self.dead != "rendezvous lost":
             with contextlib.suppress(RendezvousLost):
-                if self._ask(lambda: self._store.check([self._claim])) and self._get(self._claim).decode() == str(self._attachment):
+                if self._ask(lambda: self._store.check([self._claim])) and self._get(self._claim).decode() == self._holder:
                     self._ask(lambda: self._store.delete_key(self._claim))
 
     def close(self) -> None:
         """Release the request thread and the claim on the ranks, and say so: who waits for this rank in a later pass raises
         RankWithdrawn at once. Idempotent. A request stuck in a dead server is not waited for."""
         if not self._closed:
-            if self.size > 1 and not self.dead:
+            if self._attachment and self.size > 1 and not self.dead:
                 with contextlib.suppress(RendezvousLost):
                     self._ask(lambda: self._store.set(self._farewell(self.rank), b""))
             self.release()
@@ -540,7 +559,7 @@ class RankGroup:
         self._open = False
         if verdict.committed:
             return  # the leader committed in the same moment: adopt it
-        self._die_of(verdict)
+        self._die_of(self._missed if self._missed is not None and self._pass == 1 else verdict)
 
     def _decide(self, wanted: Verdict) -> Verdict:
         """Compare-and-set the pass's one key from nothing to `wanted`; what it then says is the verdict for everyone."""

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import importlib.metadata
 import importlib.util
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moe_dist.tuning.problem import Cell, ProbeSpec, canonical, digest
+from moe_dist.versions import digest_of_sources, release_of
 
 FORMAT_VERSION = 1
 ENTRIES = "entries"
@@ -100,20 +99,12 @@ def build_environment(device: torch.device, versions: Mapping[str, str] | None =
         driver=_driver_version() if cuda else "",
         cuda=str(torch.version.cuda or ""),
         torch=str(torch.__version__),
-        triton=_version("triton"),
-        moe_dist=_version("moe-dist"),
+        triton=release_of("triton"),
+        moe_dist=release_of("moe-dist"),
         kernel_sources=_kernel_sources(),
         host_threads=0 if cuda else torch.get_num_threads(),
         backends=tuple(sorted((versions or {}).items())),
     )
-
-
-@functools.cache
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
 
 
 @functools.cache
@@ -154,19 +145,4 @@ def _kernel_sources() -> str:
     spec = importlib.util.find_spec("moe_dist_kernels")
     if spec is None or not spec.submodule_search_locations:
         return "absent"
-    return _digest_of_sources(map(Path, spec.submodule_search_locations))
-
-
-@functools.cache
-def code_version() -> str:
-    """Our release, and a digest of the rooms whose words ranks exchange and conclude from: what a group's ranks must have alike."""
-    rooms = Path(__file__).parents[1]
-    return f"{_version('moe-dist')}+{_digest_of_sources([rooms / 'distributed', rooms / 'tuning', rooms / 'stores'])[:8]}"
-
-
-def _digest_of_sources(roots: Iterable[Path]) -> str:
-    total = hashlib.sha256()
-    for root in roots:
-        for path in sorted(root.rglob("*.py")):
-            total.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return total.hexdigest()[:32]
+    return digest_of_sources(map(Path, spec.submodule_search_locations))

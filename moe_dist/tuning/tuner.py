@@ -25,7 +25,7 @@ from moe_dist.settings import job_settings
 from moe_dist.stores.base import Store
 from moe_dist.stores.open import open_store
 from moe_dist.tuning.adoption import adopt_newest
-from moe_dist.tuning.identity import Environment, build_environment, code_version
+from moe_dist.tuning.identity import Environment, build_environment
 from moe_dist.tuning.journal import Journal
 from moe_dist.tuning.misses import why_nothing_fits
 from moe_dist.tuning.pass_terms import PassOutcome, PassSettings, ProgressEvent
@@ -74,7 +74,8 @@ class Tuner:
         tune other problems may share it, since a joiner adopts the newest that holds its problems.
     device: whose environment keys the results; None: the CUDA device if there is one, else the CPU.
     versions: of foreign backends in the pool, part of the environment. workspace_limit: bytes a tactic may need.
-    mixed_environments: ranks may differ in environment; then each environment gets its entry.
+    mixed_environments: ranks may differ in environment (GPU, driver, libraries): what they tune together, or each apart by "reload", all
+        serve, and it is stored for each environment. Never in moe_dist's own code, by which they read each other's words.
     progress_timeout, cap: when a rank counts as lost. journal: where crashes are remembered; None: beside a local store, else nowhere.
 
     ConfigError: a value is out of range, or the policy has no meaning on the device. StoreError: no such store.
@@ -257,7 +258,6 @@ def _rank_group(group: dist.ProcessGroup | RankGroup | None, progress_timeout: t
         run=job.run,
         restart=job.restart,
         agent=job.agent,
-        version=code_version(),
         progress_timeout=progress_timeout,
         cap=cap,
     )

@@ -28,6 +28,7 @@ from moe_dist.tuning import pass_terms, rounds, tuner
 from moe_dist.tuning.identity import build_environment
 from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.problem import BucketLadder, Measurement, Tactic, Timed
+from moe_dist.versions import code_version
 
 LOOK_S = 0.26  # a wait looks around every time it wakes: more than the group's own interval
 PROGRESS_TIMEOUT_S, CAP_S = 0.3, 3.0  # lost at the second look without progress; in all, eleven looks a pass
@@ -204,7 +205,7 @@ class Rendezvous:
 
     def set(self, key: str, value: str | bytes) -> None:
         # Progress is seen or not by when its reader comes; its writing needs no order of its own.
-        self._world.alive() if "/progress/" in key else self._world.point()
+        self._world.alive() if "/progress/" in key or "/version/" in key else self._world.point()
         self._values[key] = value.encode() if isinstance(value, str) else value
 
     def has_extended_api(self) -> bool:
@@ -220,7 +221,7 @@ class Rendezvous:
         return self._values[key]
 
     def check(self, keys: Sequence[str]) -> bool:
-        self._world.alive() if "/progress/" in keys[0] else self._world.point()
+        self._world.alive() if "/progress/" in keys[0] or "/version/" in keys[0] else self._world.point()
         return all(key in self._values for key in keys)
 
     def add(self, key: str, amount: int) -> int:
@@ -327,7 +328,7 @@ class Explorer:
             world.fail(f"survivors blame differently: {said}")
         # What a survivor serves is what its pass's one key says.
         for rank in loyal:
-            value = world.values.get(f"{world.scope}/1/{rank.tried}/verdict")
+            value = world.values.get(f"{world.scope}/{code_version()}/1/{rank.tried}/verdict")
             verdict = Verdict.from_bytes(bytes.fromhex(value.decode())) if value else None
             if rank.error is None and (verdict is None or verdict.committed != rank.tables[-1]):
                 world.fail(f"rank {rank.index} serves a table that was not committed: {verdict}")

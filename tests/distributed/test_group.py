@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from torch._C._distributed_c10d import FileStore, HashStore
 
@@ -199,7 +200,10 @@ def test_a_rank_of_another_version_is_named_with_both_at_once_and_again(make: Ma
 
         for error in results(together(ranks, act)):
             assert isinstance(error, SettingsDiffer), error
-            assert str(error) == (f"ranks run other versions of moe_dist: rank {odd} 9.0+old, the rest 9.1+new; install the same on all")
+            assert str(error) == (
+                f"ranks run other versions of moe_dist: rank {odd} 9.0+old, the rest 9.1+new; install the same on all: "
+                "mixed_environments allows other GPUs, drivers and libraries, no other code of ours, which reads what ranks say"
+            )
             assert error.ranks == (odd,)
 
 
@@ -241,20 +245,22 @@ def test_words_that_all_have_read_are_removed_so_that_many_passes_leave_the_rend
 def test_a_word_of_an_earlier_pass_another_step_or_attachment_matches_nothing(make: Make) -> None:
     store = HashStore()
     ranks = make(2, store, progress=0.6)
-    for late in ("group/1/1/000001/1", "group/2/2/000001/1", "group/1/2/000002/1", "group/1/2/000001/0"):
-        store.set(late, "late")
+    scope = ranks[0]._scope
+    for late in ("1/1/000001/1", "2/2/000001/1", "1/2/000002/1", "1/2/000001/0"):
+        store.set(f"{scope}/{late}", "late")
     for rank in ranks:
         rank._pass = 1
     ranks[0].begin_pass()
+    assert ranks[0]._key("") == f"{scope}/1/2/"
     with pytest.raises(RankLost, match="rank 1 lost in pass 2, step agree: no progress for 1 s"):
         ranks[0].exchange("agree", b"")
 
 
 def test_a_rank_that_comes_back_shares_no_word_with_its_former_self(make: Make) -> None:
     store = HashStore()
-    first = make(1, store)[0]
+    (first,) = opened(make(1, store))
     first.close()
-    second = make(1, store)[0]
+    (second,) = opened(make(1, store))
     assert first._key("x") != second._key("x")
 
 
@@ -538,19 +544,24 @@ def test_a_leader_whose_words_have_all_come_waits_for_nobody(make: Make) -> None
 
 
 def test_the_cap_ends_a_wait_for_a_rank_that_moves_for_ever(make: Make) -> None:
+    """For six times the cap, that is; then it speaks, so that without the cap this ends, too."""
     waiting, working = opened(make(2, progress=30.0, cap=1.0))
     stop = threading.Event()
 
     def work() -> None:
-        while not stop.wait(0.1):
+        for _ in range(60):
+            if stop.wait(0.1):
+                return
             working.progress(force=True)
+        working._store.set(working._key("000001/1"), msgpack.packb(["a pass, step agree", b"late"]))
 
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         done = pool.submit(work)
-        with pytest.raises(RankLost, match="rank 1 lost in pass 1, step agree: the pass outlasted its cap of 1 s"):
-            waiting.exchange("agree", b"")
+        ended = pool.submit(waiting.exchange, "agree", b"").exception(20)
         stop.set()
         done.result(10)
+    assert isinstance(ended, RankLost), "awaited was RankLost at the cap of 1 s, but rank 1 was waited for until it spoke, after 6 s"
+    assert str(ended) == "rank 1 lost in pass 1, step agree: the pass outlasted its cap of 1 s"
 
 
 def test_a_leader_that_does_not_commit_is_lost(make: Make) -> None:
@@ -612,6 +623,70 @@ def test_two_open_groups_of_one_rank_are_refused_and_closing_frees_the_place(mak
     first.close()
     first.close()
     make(1, store)
+
+
+def attach(make: Make, store: Any, rank: int, **settings: Any) -> RankGroup:
+    return make(1, store, of=2, first=rank, **settings)[0]
+
+
+# What rank 0, or rank 1, has done alone before both attach again.
+@pytest.mark.parametrize("alone", ["was refused", "was refused twice", "opened and closed one"])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_what_one_rank_attached_alone_keeps_nobody_from_meeting(make: Make, odd: int, alone: str) -> None:
+    store = HashStore()
+    ranks = [attach(make, store, rank) for rank in range(2)]
+    assert results(together(ranks, one_pass)) == [[b"x"] * 2] * 2
+    for _ in range(2 if alone == "was refused twice" else 1):
+        if "refused" in alone:
+            with pytest.raises(TunerStateError, match=f"rank {odd} of group .* has an open tuner already"):
+                attach(make, store, odd)
+    for rank in ranks:
+        rank.close()
+    if alone == "opened and closed one":
+        attach(make, store, odd).close()
+    assert results(together([attach(make, store, rank) for rank in range(2)], one_pass)) == [[b"x"] * 2] * 2
+
+
+def test_a_rank_that_was_refused_while_its_peer_tuned_meets_it_the_next_time(make: Make) -> None:
+    """Both attach again; rank 0 is refused, since its first tuner is open, and rank 1 waits for it in vain."""
+    store = HashStore()
+    ranks = [attach(make, store, rank) for rank in range(2)]
+    results(together(ranks, one_pass))
+    ranks[1].close()
+    with pytest.raises(TunerStateError, match="has an open tuner already"):
+        attach(make, store, 0)
+    waiting = attach(make, store, 1, progress=0.3)
+    with pytest.raises(RankLost, match="rank 0 lost in pass 1, step agree-1"):
+        one_pass(waiting)
+    for rank in (ranks[0], waiting):
+        rank.close()
+    assert results(together([attach(make, store, rank) for rank in range(2)], one_pass)) == [[b"x"] * 2] * 2
+
+
+def test_a_rank_that_came_too_late_says_what_its_peers_said_of_it(make: Make) -> None:
+    store = HashStore()
+    others = make(2, store, of=3, progress=0.3)
+    said = "rank 2 lost in pass 1, step agree-1: no progress for 0 s"
+    assert [(type(error), str(error)) for error in results(together(others, one_pass))] == [(RankLost, said)] * 2
+    (late,) = make(1, store, of=3, first=2, progress=0.3)
+    with pytest.raises(RankLost, match=said) as told:  # after it has waited for them to come again
+        one_pass(late)
+    assert told.value.ranks == (2,)
+    for rank in (*others, late):
+        rank.close()
+    assert results(together(make(3, store), one_pass)) == [[b"x"] * 3] * 3
+
+
+def test_a_rank_that_left_its_block_before_the_first_pass_is_named_to_peers_that_come_later(make: Make) -> None:
+    store = HashStore()
+    leaves, stays = (attach(make, store, rank, progress=30.0) for rank in range(2))
+    leaves.withdraw("KeyError: 'x'")
+    leaves.close()
+    again = attach(make, store, 0)  # its next block
+    with pytest.raises(RankWithdrawn, match="rank 0 left the pass: KeyError: 'x'"):
+        one_pass(stays)
+    stays.close()
+    assert results(together([again, attach(make, store, 1)], one_pass)) == [[b"x"] * 2] * 2
 
 
 def test_groups_of_other_scopes_share_a_store_and_never_meet(make: Make) -> None:

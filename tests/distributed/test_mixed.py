@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from distributed.test_pass import COSTS, POLICY, each_strategy, make_tuner, store_each, table
 from fakes import FakeOperation
 from ranks import Rank, run_ranks
 
+from moe_dist.distributed import group as group_module
 from moe_dist.tuning.problem import BucketLadder
 from moe_dist.tuning.tuner import Tuner
+from moe_dist.versions import code_version
 
 # -- environments ------------------------------------------------------------------------------------------------------------
 
@@ -76,3 +79,33 @@ def tunes_alone_first(rank: Rank, strategy: str) -> Any:
 def test_what_one_environment_tuned_alone_is_no_hit_for_another(strategy: str, tmp_path: Path) -> None:
     outcomes = run_ranks(tunes_alone_first, 3, tmp_path, strategy)
     assert [outcome.value for outcome in outcomes] == [[(0, 6), (2, 0)]] * 3, outcomes
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------------
+
+
+def of_another_version(rank: Rank, mixed: bool, direct: bool) -> Any:
+    """The last rank has other code of moe_dist on its disk. direct: the group is made here, not by the tuner."""
+    if rank.index == rank.size - 1:
+        group_module.code_version = lambda: "0.0.9+0badc0de"
+    if direct:
+        group: Any = rank.group(progress_timeout=60.0)
+    else:
+        store = dist.TCPStore("127.0.0.1", rank.port, is_master=False, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=rank.index, world_size=rank.size)
+        group = dist.group.WORLD
+    with Tuner(group=group, policy=POLICY, ladder=BucketLadder((1,)), device="cpu", mixed_environments=mixed) as tuner:
+        tuner.record(FakeOperation("a", COSTS))
+        return table(tuner.run_pass())
+
+
+# Environments may be allowed to differ, and the group may be made by the tuner or its caller: other code is never allowed.
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_rank_of_another_software_version_is_named_by_all_with_both_versions(mixed: bool, direct: bool, tmp_path: Path) -> None:
+    outcomes = run_ranks(of_another_version, 3, tmp_path, mixed, direct, deadline=50.0)  # less than the 60 s after which a rank is lost
+    assert {(outcome.error, outcome.culprits) for outcome in outcomes} == {("SettingsDiffer", (2,))}, outcomes
+    assert {outcome.message for outcome in outcomes} == {
+        f"ranks run other versions of moe_dist: rank 2 0.0.9+0badc0de, the rest {code_version()}; install the same on all: "
+        "mixed_environments allows other GPUs, drivers and libraries, no other code of ours, which reads what ranks say"
+    }
