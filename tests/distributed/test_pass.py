@@ -579,7 +579,8 @@ def hears_late_words(rank: Rank, strategy: str, step: str) -> Any:
                 for word in range(1, 9):
                     for tail in ("0", "1", "all", "bytes/0", "bytes/1"):
                         tuner.group._store.set(f"{tuner.group._base}/1/{word:06d}/{tail}", "late")
-                tuner.group._store.set(f"{tuner.group._base}/1/verdict", "late")
+                # As a verdict is said: the leader may not have read the first pass's yet.
+                tuner.group._store.compare_set(f"{tuner.group._base}/1/verdict", "", "late")
                 rank.mark("late")
             return meet(at, said, conclude)
 
