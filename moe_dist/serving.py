@@ -166,7 +166,7 @@ class ServedModel:
                     tuner.record(self._operation(served))
                 for index, (policy, buckets) in enumerate(passes):
                     later = [bucket for _, others in passes[index + 1 :] for bucket in others]
-                    report = tuner.run_pass(buckets, policy=policy, measure=settings.tune == "tune", ahead=later)
+                    report = tuner.run_pass(buckets, policy=policy, measure=settings.tune == "tune", ahead=later, publish=not later)
                     measured += report.measured
                     for line in faults(report):
                         log.warning("%s", line)

@@ -12,8 +12,12 @@ import pytest
 import torch
 
 import moe_dist as md
+from moe_dist.distributed.epoch import published
 from moe_dist.serving import Deadlines, ServedModel, TokenCounts, faults
 from moe_dist.settings import ServingSettings, serving_settings
+from moe_dist.stores.filesystem import FilesystemStore
+from moe_dist.tuning.policy import MeasurementPolicy
+from moe_dist.tuning.problem import Bucket
 
 CPU = torch.device("cpu")
 ENGINE_TIMEOUT = timedelta(seconds=600)
@@ -100,6 +104,17 @@ def test_tunes_once_then_starts_warm_and_replays(tmp_path: Path, caplog: pytest.
     replayed = model(tmp_path, "replay")
     assert replayed.tune(COUNTS, None, ENGINE_TIMEOUT) == 0
     assert replayed.epoch.winners.keys() == cold.epoch.winners.keys()
+
+
+def test_a_start_of_several_passes_publishes_one_epoch_and_a_warm_one_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a GPU, where each mode has a pass of its own.
+    halves = [(MeasurementPolicy("eager"), (Bucket(1, 1), Bucket(2, 2))), (MeasurementPolicy("eager"), (Bucket(3, 4),))]
+    monkeypatch.setattr("moe_dist.serving._passes", lambda settings, counts, device: halves)
+    for _ in range(3):
+        served = model(tmp_path)
+        served.tune(COUNTS, None, ENGINE_TIMEOUT)
+        assert [name.table for name in published(FilesystemStore(tmp_path), "test")] == [served.epoch.digest]
+        assert len(served.epoch.winners) == 2 * 3
 
 
 def test_replay_measures_and_stores_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -27,6 +27,7 @@ class ByteStore(Protocol):
 
     def get(self, key: str) -> bytes | None: ...
     def put(self, key: str, value: bytes) -> bool: ...
+    def delete(self, key: str) -> None: ...
     def list(self, prefix: str) -> list[str]: ...
 
 
@@ -46,24 +47,26 @@ def spread(group: RankGroup, store: ByteStore, key: str, value: bytes, *, held: 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class EpochName:
-    """What the key of an epoch says of it. problems: a digest of the problems that its winners are of; table: the epoch's digest;
+    """What the key of an epoch says of it. cells: a digest of the cells that it has winners for; table: the epoch's digest;
     environments: the heads of the digests of those that it was tuned in, (): only its value says which.
 
-    So nothing is overwritten: neither by a group of the same deployment that tunes other problems, as pipeline stages do, nor by a
-    replica that tunes the same ones at the same time. And what another kind of GPU published need not be read to be passed over.
+    So nothing is overwritten: neither by a group of the same deployment that tunes other problems or another ladder, as pipeline
+    stages and other jobs do, nor by a replica that tunes the same at the same time. And what another kind of GPU published need not
+    be read to be passed over.
     """
 
     number: int
-    problems: str
+    cells: str
     table: str
     environments: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, table: Epoch, environments: Iterable[str] = ()) -> EpochName:
         """environments: digests of those that the epoch was tuned in."""
-        problems = digest(sorted(digest(packed) for packed in {cell.problem.packed for cell in table.winners}))[:16]
+        problems = {packed: digest(packed) for packed in {cell.problem.packed for cell in table.winners}}
+        cells = digest(sorted([problems[cell.problem.packed], cell.mode, cell.bucket.low, cell.bucket.high] for cell in table.winners))[:16]
         heads = sorted({environment[:_HEAD] for environment in environments})
-        return cls(table.number, problems, table.digest, tuple(heads) if len(heads) <= _MAX_NAMED else ())
+        return cls(table.number, cells, table.digest, tuple(heads) if len(heads) <= _MAX_NAMED else ())
 
     def may_serve(self, environments: Iterable[str]) -> bool:
         """Whether it may have been tuned in all of `environments` (digests); its value says whether it was."""
@@ -71,16 +74,27 @@ class EpochName:
 
     def key(self, deployment: str) -> str:
         named = f"-{'.'.join(self.environments)}" if self.environments else ""
-        return f"{folder(deployment)}/{self.number:08d}-{self.problems}-{self.table}{named}"
+        return f"{folder(deployment)}/{self.number:08d}-{self.cells}-{self.table}{named}"
 
 
 def folder(deployment: str) -> str:
     return f"{EPOCHS}/{digest(deployment)}"
 
 
-def publish(store: ByteStore, table: Epoch, value: bytes, environments: Iterable[str] = ()) -> bool:
-    """Make a committed epoch visible to joiners. False: it could not be published; until it is, nobody can join from here."""
-    return store.put(EpochName.of(table, environments).key(table.deployment), value)
+def publish(store: ByteStore, table: Epoch, value: bytes, environments: Iterable[str] = (), own: list[str] | None = None) -> bool:
+    """Make a committed epoch visible to joiners. False: it could not be published; until it is, nobody can join from here.
+
+    own: keys of what this rank has published before, oldest first; the new one is added. Of those only the last is kept beside it,
+    for a joiner that is about to read it: the group has left them all, and a run of many passes would leave as many.
+    """
+    key = EpochName.of(table, environments).key(table.deployment)
+    published = store.put(key, value)
+    if published and own is not None:
+        while len(own) > 1:
+            if (superseded := own.pop(0)) != key:
+                store.delete(superseded)
+        own.append(key)
+    return published
 
 
 def published(store: ByteStore, deployment: str) -> list[EpochName]:

@@ -22,7 +22,7 @@ from moe_dist.stores.codec import Malformed, decode_epoch
 from moe_dist.tuning.identity import Environment
 from moe_dist.tuning.misses import differences, environment_of
 from moe_dist.tuning.pins import Pins
-from moe_dist.tuning.problem import Cell, Epoch, Operation, Problem, Tactic, digest
+from moe_dist.tuning.problem import Bucket, Cell, Epoch, Operation, Problem, Tactic, digest
 
 log = logging.getLogger("moe_dist.tuning")
 
@@ -52,6 +52,11 @@ class Committed:
         """Whether it was tuned in all of `environments` (their digests). What has no entries is of no environment, and fits any."""
         return not self.entries or self.environments.issuperset(environments)
 
+    def covers(self, problems: Collection[str], buckets: Collection[tuple[str, Bucket]]) -> int:
+        """How many of `buckets` (mode, bucket), counted for each of `problems` (digests), it has winners for."""
+        packed = {packed for packed in {cell.problem.packed for cell in self.epoch.winners} if digest(packed) in problems}
+        return sum(cell.problem.packed in packed and (cell.mode, cell.bucket) in buckets for cell in self.epoch.winners)
+
     def __str__(self) -> str:
         return f"epoch {self.epoch.number} of problems {_listed(self.problems)}"
 
@@ -66,25 +71,30 @@ def read_committed(value: bytes, deployment: str) -> Committed | None:
 
 
 def choose_committed(
-    store: Store, deployment: str, wanted: Collection[str] = (), environments: Collection[str] = ()
+    store: Store,
+    deployment: str,
+    wanted: Collection[str] = (),
+    environments: Collection[str] = (),
+    buckets: Collection[tuple[str, Bucket]] = (),
 ) -> tuple[Committed | None, str]:
-    """The newest epoch of `deployment` that holds most of the problems `wanted` (their digests); none wanted: the newest.
+    """The newest epoch of `deployment` that holds most of the problems `wanted` (their digests), and of those most of `buckets` (mode,
+    bucket), since another job, or a run that was ended early, may have published fewer; none wanted: the newest.
 
     environments: of the ranks that would serve it, by their digests. What was tuned in all of them goes before anything else, since
-    replicas may have other GPUs, or be upgraded one after the other: one epoch is read of each set of problems tuned there, and where
+    replicas may have other GPUs, or be upgraded one after the other: one epoch is read of each set of cells tuned there, and where
     there is none a single one of the others, whose refusal says what differs.
 
     None: there is none, or the reason why none is chosen: groups that tune other problems may publish under one deployment, as the
     stages of a pipeline do, and an epoch of theirs would leave this group's layers to their defaults.
     """
     names = epoch.published(store, deployment)
-    newest: dict[str, Committed] = {}  # of each set of problems
+    newest: dict[str, Committed] = {}  # of each set of cells
     elsewhere: Committed | None = None
     for name in names:
-        if name.problems in newest or not name.may_serve(environments) or (found := _read(store, name, deployment)) is None:
+        if name.cells in newest or not name.may_serve(environments) or (found := _read(store, name, deployment)) is None:
             continue
         if found.serves(environments):
-            newest[name.problems] = found
+            newest[name.cells] = found
         elsewhere = elsewhere or found
     if not newest:
         others = (_read(store, name, deployment) for name in names if not name.may_serve(environments))
@@ -101,7 +111,7 @@ def choose_committed(
             f"groups that tune different problems have published under deployment {deployment!r}: {candidates[0]} and {apart[0]}; record "
             "this group's operations before it reloads, or give each group a deployment name of its own"
         )
-    best = max(candidates, key=lambda found: (len(found.problems & set(wanted)), found.epoch.number))
+    best = max(candidates, key=lambda found: (len(found.problems & set(wanted)), found.covers(wanted, buckets), found.epoch.number))
     if best.problems & set(wanted):
         return best, ""
     return None, f"deployment {deployment!r} has no epoch of the problems recorded or served here ({_listed(wanted)}): it has {best}"
@@ -115,8 +125,11 @@ def adopt_newest(
     serving: Epoch,
     arena: Arena | None,
     pins: Pins,
+    buckets: Collection[tuple[str, Bucket]],
 ) -> tuple[Committed | None, Arena | None]:
     """The epoch that all ranks of `group` adopt, the leader's choice among the deployment's that they serve, and the arena to serve with.
+
+    buckets: (mode, bucket) of what is run here.
 
     None, said in the log: there is no such epoch, or a rank can't serve it, or has pins on another. PassAborted: a rank can't have the symmetric memory.
     """
@@ -126,7 +139,7 @@ def adopt_newest(
         asked = [msgpack.unpackb(word) for word in dict.fromkeys(group.exchange("reload-problems", said))]
         wanted = {problem for _, problems in asked for problem in problems}
         # Every rank chooses and takes apart while the leader does: in a shared store it is the same one, and no byte of it is sent.
-        found, missing = choose_committed(store, serving.deployment, wanted, {digest for digest, _ in asked})
+        found, missing = choose_committed(store, serving.deployment, wanted, {digest for digest, _ in asked}, buckets)
         value = group.exchange("reload", found.value if found else b"", reads={0})[0]
         if found is None or found.value != value:
             found = read_committed(value, serving.deployment) if value else None

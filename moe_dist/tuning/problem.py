@@ -157,6 +157,13 @@ class Bucket:
     def __str__(self) -> str:
         return str(self.high) if self.low == self.high else f"{self.low}-{self.high}"
 
+    def outside(self, other: Bucket) -> list[Bucket]:
+        """What of it lies below and above `other`."""
+        if other.high < self.low or self.high < other.low:
+            return [self]
+        parts = (self.low, min(self.high, other.low - 1)), (max(self.low, other.high + 1), self.high)
+        return [Bucket(low, high) for low, high in parts if low <= high]
+
 
 @dataclasses.dataclass(frozen=True)
 class BucketLadder:
@@ -373,6 +380,20 @@ class Epoch:
         """The winners of one problem in one mode, by bucket, rising."""
         found = {cell.bucket: winner for cell, winner in self.winners.items() if cell.problem == problem and cell.mode == mode}
         return dict(sorted(found.items()))
+
+    def outside(self, cells: Iterable[Cell]) -> dict[Cell, Winner]:
+        """The winners for what `cells` leave to them: where another ladder's bucket overlaps one of `cells`, the rest of it, so that
+        each token count has one winner still."""
+        taken: dict[tuple[bytes, str], list[Bucket]] = {}
+        for cell in cells:
+            taken.setdefault((cell.problem.packed, cell.mode), []).append(cell.bucket)
+        left: dict[Cell, Winner] = {}
+        for cell, winner in self.winners.items():
+            parts = [cell.bucket]
+            for bucket in taken.get((cell.problem.packed, cell.mode), ()):
+                parts = [part for old in parts for part in old.outside(bucket)]
+            left.update({dataclasses.replace(cell, bucket=part) if part != cell.bucket else cell: winner for part in parts})
+        return left
 
     @functools.cached_property
     def digest(self) -> str:

@@ -47,7 +47,8 @@ class TunePass:
     """Runs once. records: this rank's operations by problem. memory: entries that this process already holds, by store key.
 
     serving: the epoch in force; arena: the symmetric memory that it was given. ahead: buckets of passes to come, whose candidates are
-    compiled along with this pass's.
+    compiled along with this pass's. published: store keys of the epochs that this tuner has published, to which this one's is added;
+    None: publish no epoch, a pass that completes it follows.
     """
 
     def __init__(
@@ -66,11 +67,12 @@ class TunePass:
         on_progress: Callable[[ProgressEvent], None],
         adopt: Callable[[PassOutcome], None],
         ahead: Sequence[Bucket] = (),
+        published: list[str] | None,
     ) -> None:
         self._settings, self._group, self._environment, self._records = settings, group, environment, records
         self._store, self._serving, self._memory, self._journal = store, serving, memory, journal
         self._workspace_limit, self._on_progress, self._adopt = workspace_limit, on_progress, adopt
-        self._arena, self._ahead = arena, ahead
+        self._arena, self._ahead, self._published = arena, ahead, published
         self._environments = [environment]
         self._started = time.monotonic()
         self._held: dict[bytes, tuple[bytes, Entry]] = {}  # by digest: the entries that this rank could serve from
@@ -284,16 +286,16 @@ class TunePass:
         """The new table: the previous one where all served the same, plus what was served and tuned; its digest must be one."""
         if agreed.base is None:
             log.warning("the ranks served different epochs: only the cells of this pass are kept")
-        winners = dict(self._serving.winners) if agreed.base is not None else {}
-        kept: dict[Cell, bytes] = dict(entries)
         hits = [cell for cell in agreed.cells if cell.serve is not None]
+        settled = [*(planned.cell for planned in hits), *(outcome.cell for outcome in decided)]
+        winners = self._serving.outside(settled) if agreed.base is not None else {}
+        kept: dict[Cell, bytes] = dict(entries)
         for planned in hits:
             assert planned.serve is not None
             kept[planned.cell], entry = self._held[planned.serve]
             winners[planned.cell] = _winner(entry, "hit")
         for outcome in decided:
             if outcome.winner is None:
-                winners.pop(outcome.cell, None)
                 continue
             default_us = outcome.default_standing.median_us if outcome.default_standing else None
             winners[outcome.cell] = Winner(outcome.winner.tactic, outcome.winner.median_us, outcome.default, default_us, "tuned")
@@ -324,7 +326,7 @@ class TunePass:
         deployment, environments = self._settings.deployment, [environment.digest for environment in self._environments]
         there, ours = epoch.published(self._store, deployment), epoch.EpochName.of(table)
         # What a joiner of these environments would look at; of another one it could not be adopted here.
-        alike = next((name for name in there if name.problems == ours.problems and name.may_serve(environments)), None)
+        alike = next((name for name in there if name.cells == ours.cells and name.may_serve(environments)), None)
         if alike is not None and alike.table == ours.table:
             value = self._store.get(alike.key(deployment))
             found = read_committed(value, deployment) if value is not None else None
@@ -352,12 +354,12 @@ class TunePass:
                 # A hit that only another rank's store or the local layer held is published, too.
                 if winner is not None and (winner.source == "tuned" or path not in held):
                     self._store.put(path, entry)
-        if outcome.stored:
+        if outcome.stored or self._published is None:
             return
         paths = [self._key(cell, environment).path for environment in self._environments for cell in outcome.epoch.winners]
         embedded = {path: value for path in paths if (value := self._memory.get(path)) is not None}
         environments = [environment.digest for environment in self._environments]
-        published = epoch.publish(self._store, outcome.epoch, encode_epoch(outcome.epoch, embedded), environments)
+        published = epoch.publish(self._store, outcome.epoch, encode_epoch(outcome.epoch, embedded), environments, self._published)
         if not published and not isinstance(self._store, MemoryStore):  # from a process's own memory nobody joins anyway
             log.warning("epoch %d could not be published to %s: nobody can join until it is", outcome.epoch.number, self._store.url)
 

@@ -127,6 +127,7 @@ class Tuner:
         self._on_progress = on_progress or (lambda event: None)
         self._records: dict[Problem, Operation] = {}
         self._memory: dict[str, bytes] = {}
+        self._published: list[str] = []  # store keys of its epochs
         self._explained = False
         self._closed = False
         # Last, so that nothing can fail once the ranks are claimed.
@@ -147,12 +148,14 @@ class Tuner:
         policy: MeasurementPolicy | None = None,
         measure: bool = True,
         ahead: Sequence[Bucket] = (),
+        publish: bool = True,
     ) -> PassReport:
         """Agree, measure, decide, commit for everything recorded on any rank; all ranks of the group call it alike.
 
         buckets: a part of the ladder; None: all of it. policy: of this pass; None: the tuner's. measure False: cells whose
         entry every rank accepts are served, the rest keep what they have, and nothing is timed or stored. ahead: buckets of passes
-        to come: their candidates are compiled along with this pass's, in parallel.
+        to come: their candidates are compiled along with this pass's, in parallel. publish False: more passes complete the epoch, so
+        a joiner is not shown this one; its entries are stored all the same.
         On return the new epoch is served. On any of these the previous one is: SettingsDiffer, NothingRunnable, RankLost,
         RankWithdrawn, PassAborted (a pin on any rank is a reason), RendezvousLost; TunerStateError when misused. An error of the
         store's or the callback's own after the commit propagates with the new epoch served, as on the other ranks.
@@ -179,6 +182,7 @@ class Tuner:
         outcome = TunePass(
             settings, self._group, self.environment, self._records, self.store, serving=self.epoch, arena=self.arena, memory=self._memory,
             journal=self._journal, workspace_limit=self._workspace_limit, on_progress=self._on_progress, adopt=self._adopt_outcome, ahead=ahead,
+            published=self._published if publish else None,
         ).run()  # fmt: skip
         return PassReport(
             rows=tuple(Row(cell, outcome.keys[cell], outcome.epoch.winners.get(cell)) for cell in outcome.cells),
@@ -193,15 +197,16 @@ class Tuner:
         )
 
     def reload(self) -> bool:
-        """Adopt the deployment's newest committed epoch from the store: of the problems recorded or served here, of any where there are
-        none. In a group all ranks call it and adopt the leader's.
+        """Adopt the deployment's newest committed epoch from the store: of the problems recorded or served here (among several, the
+        one that has most of this ladder), of any where there are none. In a group all ranks call it and adopt the leader's.
 
         True: adopted. False: there is none, or it can't be told which, or a rank can't serve it (its environment differs, a backend objects, or it is pinned
         to another epoch), said in the log.
         Symmetric memory is reserved for the operations recorded so far. PassAborted: a rank can't have it.
         """
         self._require_usable()
-        found, self.arena = adopt_newest(self._group, self.store, self.environment, self._records, self.epoch, self.arena, self.pins)
+        run = {(mode, bucket) for mode in self.policy.modes(self.device.type) for bucket in self.ladder.buckets()}
+        found, self.arena = adopt_newest(self._group, self.store, self.environment, self._records, self.epoch, self.arena, self.pins, run)
         if found is None:
             return False
         self._memory.update(found.entries)

@@ -82,7 +82,7 @@ def test_epochs_are_listed_newest_first_and_what_has_another_name_is_none() -> N
     assert [store.get(name.key("d")) for name in published(store, "d")] == [b"value"] * 3
 
 
-def test_a_name_says_number_problems_and_table() -> None:
+def test_a_name_says_number_cells_and_table() -> None:
     table = Epoch(7, "d")
     assert EpochName.of(table).key("d") == f"epochs/{digest('d')}/00000007-{digest([])[:16]}-{table.digest}"
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from fakes import FakeOperation, tactic
@@ -25,9 +28,12 @@ def digests(names: Iterable[str]) -> set[str]:
     return {digest(problem(name).packed) for name in names}
 
 
+WON = Winner(tactic("quick"), 1.0, tactic("plain"), 2.0, "tuned")
+
+
 def committed(number: int, names: str, *, won: str = "quick") -> Epoch:
     """An epoch whose winners are of the problems `names`, one letter each."""
-    winner = Winner(tactic(won), 1.0, tactic("plain"), 2.0, "tuned")
+    winner = dataclasses.replace(WON, tactic=tactic(won))
     return Epoch(number, "d", {Cell(problem(name), "eager", Bucket(1, 4)): winner for name in names})
 
 
@@ -76,6 +82,47 @@ def test_the_newest_epoch_that_holds_what_is_wanted_is_chosen(epochs: list[tuple
     assert found is not None
     assert found.epoch.number == number
     assert digests(wanted) <= found.problems
+
+
+@pytest.mark.parametrize(
+    ("epochs", "number"),
+    [
+        ([(1, "a", 4), (2, "a", 2)], 1),  # a job of a shorter ladder, or a run that was ended early, is newer
+        ([(1, "a", 2), (2, "a", 4)], 2),
+        ([(1, "a", 4), (2, "a", 2), (3, "a", 4)], 3),  # the same cells: the newest
+        ([(1, "a", 4), (2, "ab", 2)], 2),  # the problems go before their buckets
+        ([(1, "a", 2), (2, "a", 1), (3, "b", 4)], 1),  # another problem's buckets are none of these
+    ],
+)
+def test_of_epochs_of_one_problem_the_one_that_covers_most_of_the_own_ladder_is_chosen(
+    epochs: list[tuple[int, str, int]], number: int
+) -> None:
+    ladder = BucketLadder((1, 2, 4, 8)).buckets()
+    tables = [
+        Epoch(number, "d", {Cell(problem(name), "eager", bucket): WON for name in names for bucket in ladder[:count]})
+        for number, names, count in epochs
+    ]
+    wanted = "ab" if any(names == "ab" for _, names, _ in epochs) else "a"
+    found, _ = choose_committed(store_of(*tables), "d", digests(wanted), (), {("eager", bucket) for bucket in ladder})
+    assert found is not None
+    assert found.epoch.number == number
+
+
+def test_a_joiner_keeps_its_ladder_when_a_job_of_another_publishes(tmp_path: Path) -> None:
+    policy = MeasurementPolicy(rounds=1, sweeps=1, window=timedelta(milliseconds=1))
+    operation = FakeOperation("a", {"plain": 3000.0, "quick": 300.0})
+
+    def tuner(*bounds: int) -> Tuner:
+        made = Tuner(store=str(tmp_path), policy=policy, ladder=BucketLadder(bounds), device="cpu")
+        made.record(operation)
+        return made
+
+    for bounds in ((1, 4, 16, 64), (1, 4)):
+        with tuner(*bounds) as job:
+            job.run_pass()
+    with tuner(1, 4, 16, 64) as joiner:
+        assert joiner.reload()
+        assert [bucket.high for bucket in joiner.epoch.of(operation.problem, "eager")] == [1, 4, 16, 64]
 
 
 def test_two_groups_that_publish_at_once_overwrite_nothing() -> None:

@@ -18,13 +18,14 @@ import torch
 from fakes import FakeOperation, FakeProbe, tactic
 
 import moe_dist as md
+from moe_dist.distributed.epoch import published
 from moe_dist.errors import ConfigError, NothingRunnable, TunerStateError
 from moe_dist.stores.codec import decode_entry, encode_entry
 from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.stores.memory import MemoryStore
 from moe_dist.tuning.context import autotune
 from moe_dist.tuning.policy import MeasurementPolicy
-from moe_dist.tuning.problem import Bucket, BucketLadder, Tactic
+from moe_dist.tuning.problem import Bucket, BucketLadder, ProbeSpec, Tactic
 from moe_dist.tuning.search import Race
 from moe_dist.tuning.tuner import PassReport, Tuner
 
@@ -143,6 +144,74 @@ def test_a_pass_extends_the_epoch_of_the_one_before() -> None:
         assert (first.epoch, second.epoch) == (1, 2)
         again = tuner.run_pass()
         assert (again.measured, again.hits, again.digest, again.epoch) == (0, 4, second.digest, 2), "nothing new: no other epoch"
+
+
+@pytest.mark.parametrize(
+    ("bounds", "passed", "left"),
+    [
+        ((2, 8), None, ["1-2", "3-8", "9-16"]),  # 1 and 2-4 are taken whole, of 5-16 the rest serves on
+        ((2, 8), [Bucket(3, 8)], ["1", "2", "3-8", "9-16"]),  # of 2-4 the 2
+        ((6, 8, 20), [Bucket(7, 8)], ["1", "2-4", "5-6", "7-8", "9-16"]),  # within 5-16: both sides of it
+        ((1, 4, 16), None, ["1", "2-4", "5-16"]),
+    ],
+)
+def test_another_ladder_leaves_each_token_count_one_winner(
+    bounds: tuple[int, ...], passed: list[Bucket] | None, left: list[str], tmp_path: Path
+) -> None:
+    tune(FakeOperation("a", COSTS), store=str(tmp_path), ladder=BucketLadder((1, 4, 16)))
+    other = FakeOperation("a", {"plain": 500.0, "quick": 30_000.0})  # another winner, so that it shows whose is served
+    with make_tuner(store=str(tmp_path), ladder=BucketLadder(bounds), probe=ProbeSpec(seed=1)) as tuner:
+        tuner.record(other)
+        assert tuner.reload()
+        report = tuner.run_pass(passed)
+        served = tuner.epoch.of(other.problem, "eager")
+        assert [str(bucket) for bucket in served] == left
+        timed = {row.cell.bucket for row in report.rows}
+        assert {bucket: str(winner.tactic["name"]) for bucket, winner in served.items()} == {
+            bucket: "plain" if bucket in timed else "quick" for bucket in served
+        }
+
+
+def test_a_run_of_many_passes_leaves_the_last_epoch_and_the_one_before(tmp_path: Path) -> None:
+    ladder = BucketLadder((1, 2, 4, 8))
+    for run in ("cold", "warm"):
+        with make_tuner(store=str(tmp_path), ladder=ladder) as tuner:
+            tuner.record(FakeOperation("a", COSTS))
+            tuner.reload()
+            last = [tuner.run_pass([bucket]) for bucket in ladder.buckets()][-1]
+        names = published(FilesystemStore(tmp_path), "default")
+        assert [name.number for name in names] == [4, 3], run
+        assert names[0].table == last.digest
+
+
+def test_what_others_published_is_never_removed(tmp_path: Path) -> None:
+    tune(FakeOperation("b", COSTS), store=str(tmp_path))
+    with make_tuner(store=str(tmp_path), ladder=BucketLadder((1, 2, 4))) as tuner:
+        tuner.record(FakeOperation("a", COSTS))
+        for bucket in tuner.ladder.buckets():
+            tuner.run_pass([bucket])
+    assert [name.number for name in published(FilesystemStore(tmp_path), "default")] == [4, 3, 1]
+
+
+def test_an_epoch_that_more_passes_complete_is_shown_to_no_joiner(tmp_path: Path) -> None:
+    ladder = BucketLadder((1, 4))
+    first, second = ladder.buckets()
+
+    def joined() -> int:
+        with make_tuner(store=str(tmp_path), ladder=ladder) as joiner:
+            joiner.record(FakeOperation("a", COSTS))
+            joiner.reload()
+            return len(joiner.epoch.winners)
+
+    for start, numbers in (("cold", [2]), ("warm", [2]), ("warm", [2])):  # a start that measures nothing publishes nothing
+        with make_tuner(store=str(tmp_path), ladder=ladder) as tuner:
+            tuner.record(FakeOperation("a", COSTS))
+            report = tuner.run_pass([first], publish=False)
+            assert (report.hits, report.measured > 0) == ((0, True) if start == "cold" else (1, False))
+            assert joined() == (0 if start == "cold" else 2), start
+            tuner.run_pass([second])
+            assert joined() == 2
+        assert [name.number for name in published(FilesystemStore(tmp_path), "default")] == numbers, start
 
 
 def test_a_bucket_outside_the_ladder_is_refused() -> None:
