@@ -184,6 +184,12 @@ def test_a_run_of_many_passes_leaves_the_last_epoch_and_the_one_before(tmp_path:
         assert names[0].table == last.digest
 
 
+def test_jobs_of_two_ladders_that_start_in_turn_leave_one_epoch_each(tmp_path: Path) -> None:
+    for bounds in ((4,), (2,), (4,), (2,)):
+        tune(FakeOperation("a", COSTS), store=str(tmp_path), ladder=BucketLadder(bounds))
+    assert [name.number for name in published(FilesystemStore(tmp_path), "default")] == [2, 1]
+
+
 def test_what_others_published_is_never_removed(tmp_path: Path) -> None:
     tune(FakeOperation("b", COSTS), store=str(tmp_path))
     with make_tuner(store=str(tmp_path), ladder=BucketLadder((1, 2, 4))) as tuner:
