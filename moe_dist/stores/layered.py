@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moe_dist.stores.base import Store, check_key, check_value
-from moe_dist.stores.degrade import Kept
+from moe_dist.stores.degrade import DegradingStore, Kept
 
 
 class LayeredStore:
@@ -71,6 +71,12 @@ class LayeredStore:
 def shared_layer(store: Store) -> Store:
     """Where others look for what `store` publishes: the shared layer of a layered one, else itself."""
     return shared_layer(store.shared) if isinstance(store, LayeredStore) else store
+
+
+def found_by_others(store: Store, keys: Iterable[str]) -> dict[str, bytes]:
+    """What others find under `keys`: not what a local layer has alone, nor what a medium that failed has not taken yet."""
+    shared = shared_layer(store)
+    return shared.get_durable(keys) if isinstance(shared, DegradingStore) else shared.get_many(keys)
 
 
 class ReadOnlyStore:

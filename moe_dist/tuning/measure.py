@@ -156,15 +156,16 @@ class CellMeasurer:
         tactics = [tactic for tactic in tactics if tactic not in self._clocks and tactic not in self._failed]
         try:
             self._probe = probe = self._probe or self._operation.probe(self._cell.bucket.high, self._spec)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            self._failed.update((tactic, Failed(f"out of memory in preparation: {first_line(error)}")) for tactic in tactics)
+        except (MemoryError, RuntimeError) as error:
+            if (reason := _out_of_memory(error)) is None:
+                raise
+            self._failed.update((tactic, Failed(reason)) for tactic in tactics)
             return
         if self._pool is not None:
             torch.cuda.empty_cache()  # the graphs' pool can't use what lies cached outside of it
         for tactic in tactics:
             self._progress()
-            journaled = self._journal.running(journal_key(self._cell, tactic)) if self._journal else nullcontext()
-            with journaled:
+            with self._journaled(tactic):
                 reason = self._prepare_one(probe, tactic)
             if reason is not None:
                 self._failed[tactic] = Failed(reason)
@@ -191,8 +192,10 @@ class CellMeasurer:
         """Prepare a collective tactic without running it; the reason why it can't run here, or None."""
         try:
             self._probe = probe = self._probe or self._operation.probe(self._cell.bucket.high, self._spec)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            return f"out of memory in preparation: {first_line(error)}"
+        except (MemoryError, RuntimeError) as error:
+            if (reason := _out_of_memory(error)) is None:
+                raise
+            return reason
         self._progress()
         run, reason = self._attempt(lambda: probe.bind(tactic))
         if run is not None:
@@ -206,9 +209,8 @@ class CellMeasurer:
         """
         probe, run = self._probe, self._bound[tactic]
         assert probe is not None, "run_counted follows bind"
-        journaled = self._journal.running(journal_key(self._cell, tactic)) if self._journal else nullcontext()
         self._progress()
-        with journaled:
+        with self._journaled(tactic):
             fault, raised = self._attempt(lambda: probe.check(run))
         if (reason := raised or fault) is not None:
             return Failed(reason)
@@ -216,19 +218,24 @@ class CellMeasurer:
         times: list[float] = []
         while clock is not None and len(times) < windows:
             self._progress()
-            elapsed, reason = self._attempt(lambda: clock.window(calls))
+            with self._journaled(tactic):
+                elapsed, reason = self._attempt(lambda: clock.window(calls))
             if elapsed is None:
                 break
             times.append(elapsed)
         return Failed(reason) if reason is not None else Timed(statistics.median(times), (max(times) - min(times)) / 2, len(times))
 
+    def _journaled(self, tactic: Tactic) -> AbstractContextManager[None]:
+        """While the block runs, a death of this process is the candidate's."""
+        return self._journal.running(journal_key(self._cell, tactic)) if self._journal else nullcontext()
+
     def _attempt(self, action: Callable[[], T]) -> tuple[T | None, str | None]:
         """What `action` gives, or the reason why this candidate is out."""
         try:
             return action(), None
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            return None, f"out of memory in preparation: {first_line(error)}"
-        except RuntimeError as error:
+        except (MemoryError, RuntimeError) as error:
+            if (reason := _out_of_memory(error)) is not None:
+                return None, reason
             self._require_device(error)
             return None, f"{type(error).__name__}: {first_line(error)}"
         except (TypeError, AttributeError, NameError, AssertionError):
@@ -236,7 +243,7 @@ class CellMeasurer:
         except Exception as error:  # kernels and compilers raise types of their own; the record keeps the reason
             return None, f"{type(error).__name__}: {first_line(error)}"
 
-    def _require_device(self, error: RuntimeError) -> None:
+    def _require_device(self, error: Exception) -> None:
         """DeviceLost: after `error` the device answers nothing any more, so that no candidate can be judged in this process."""
         try:
             _synchronize(self._operation.device)
@@ -276,13 +283,14 @@ class CellMeasurer:
                     continue
                 self._progress()
                 calls = max(1, min(MAX_CALLS, round(window_us / self._call_us[tactic])))
-                try:
-                    elapsed = self._clocks[tactic].window(calls)
-                except (MemoryError, RuntimeError) as error:
-                    if isinstance(error, RuntimeError):
-                        self._require_device(error)
-                    self._failed[tactic] = Failed(f"{type(error).__name__}: {first_line(error)}")
-                    continue
+                with self._journaled(tactic):
+                    try:
+                        elapsed = self._clocks[tactic].window(calls)
+                    except (MemoryError, RuntimeError) as error:
+                        if isinstance(error, RuntimeError):
+                            self._require_device(error)
+                        self._failed[tactic] = Failed(f"{type(error).__name__}: {first_line(error)}")
+                        continue
                 windows[tactic].append(elapsed)
                 if tactic == ready[0]:
                     anchor.append(elapsed)
@@ -293,6 +301,14 @@ class CellMeasurer:
 def journal_key(cell: Cell, tactic: Tactic) -> str:
     """Names a candidate of a cell in the journal."""
     return f"{digest(cell)} {tactic}"
+
+
+def _out_of_memory(error: BaseException) -> str | None:
+    """How `error` is told where it says that memory ran out; None: it says something else."""
+    # Of host memory torch says so in a plain RuntimeError.
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+        return f"out of memory in preparation: {first_line(error)}"
+    return None
 
 
 def _event() -> Any:

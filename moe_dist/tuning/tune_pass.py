@@ -20,7 +20,7 @@ from moe_dist.distributed.group import RankGroup, bundle, unbundle
 from moe_dist.distributed.symmetric import Arena
 from moe_dist.stores.base import Store
 from moe_dist.stores.codec import Malformed, decode_entry, encode_entry, encode_epoch
-from moe_dist.stores.layered import shared_layer
+from moe_dist.stores.layered import found_by_others
 from moe_dist.stores.memory import MemoryStore
 from moe_dist.tuning.adoption import read_committed, reserve_for
 from moe_dist.tuning.apart import Apart
@@ -331,8 +331,8 @@ class TunePass:
             value = self._store.get(alike.key(deployment))
             found = read_committed(value, deployment) if value is not None else None
             if found is not None and found.serves(environments):
-                # In the local layer alone, nobody else finds it.
-                return alike.number, shared_layer(self._store).get(alike.key(deployment)) is not None
+                # Where nobody else finds it, it is yet to be published.
+                return alike.number, bool(found_by_others(self._store, [alike.key(deployment)]))
         return 1 + max(served, there[0].number if there else 0), False
 
     def _keyed(self, entries: Mapping[Cell, bytes]) -> dict[Cell, list[tuple[str, bytes]]]:
@@ -347,7 +347,7 @@ class TunePass:
 
     def _publish(self, outcome: PassOutcome, keyed: Mapping[Cell, Sequence[tuple[str, bytes]]]) -> None:
         """The leader's part after the commit, best effort: entries (one per environment), then the epoch that joiners adopt."""
-        held = shared_layer(self._store).get_many([path for rows in keyed.values() for path, _ in rows])
+        held = found_by_others(self._store, [path for rows in keyed.values() for path, _ in rows])
         for cell, rows in keyed.items():
             winner = outcome.epoch.winners.get(cell)
             for path, entry in rows:

@@ -29,6 +29,8 @@ from moe_dist.tuning.policy import STRATEGIES
 from moe_dist.tuning.problem import ProbeSpec
 
 COSTS: dict[str, float | str] = {"plain": 30_000.0, "quick": 1000.0}
+# No rank of these tests is to be lost while it, or the test, waits for a core; the tests' own deadlines are shorter.
+PATIENCE_S = 150.0
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
@@ -65,14 +67,19 @@ def test_a_framework_s_group_that_is_touched_is_noticed(tmp_path: Path) -> None:
 
 
 class Announcing(FakeOperation):
-    """Tells the test when this rank's stage or replica measures, and stays there until it is told to go on."""
+    """Tells the test when this rank's stage or replica measures, and stays there until the test has `let` it go on."""
 
     rank: Rank
     where: str = ""
 
     def probe(self, num_tokens: int, spec: ProbeSpec) -> FakeProbe:
         self.rank.mark(f"measuring-{self.where}-{self.rank.index}")
+        self.rank.wait(f"let-{self.where}", PATIENCE_S)
         return super().probe(num_tokens, spec)
+
+
+def let(folder: Path, where: str) -> None:
+    (folder / f"mark-let-{where}").touch()
 
 
 def operations(rank: Rank, where: str, names: list[str]) -> list[FakeOperation]:
@@ -98,7 +105,7 @@ def runs_in_a_framework(rank: Rank, strategy: str) -> Any:
     ((stage, group),) = groups.items()
     seen = ["a", "b"] if rank.index < PP * TP else [] if stage == 0 else ["b"]
     with md.Tuner(store=str(rank.folder / "store"), group=group, strategy=strategy, ladder=LADDER, policy=POLICY, device=CPU,
-                  deployment=f"d/stage-{stage}", progress_timeout=timedelta(seconds=60)) as tuner:  # fmt: skip
+                  deployment=f"d/stage-{stage}", progress_timeout=timedelta(seconds=PATIENCE_S)) as tuner:  # fmt: skip
         if stage == 1:
             rank.mark(f"begins-{rank.index}")
         for operation in operations(rank, f"stage {stage}", seen):
@@ -116,6 +123,8 @@ def test_ep_over_dp_and_tp_tunes_in_stages_that_do_not_wait_for_each_other(strat
         ranks.wait(f"measuring-stage 1-{EP_GROUPS[1][0]}")
         for index in EP_GROUPS[1]:  # a whole stage stands still in its pass
             ranks.signal(index, signal.SIGSTOP)
+        for stage in EP_GROUPS:
+            let(tmp_path, f"stage {stage}")
         first = [ranks.join_one(index, 60.0) for index in EP_GROUPS[0]]
         stopped = [not (tmp_path / f"outcome-{index}").exists() for index in EP_GROUPS[1]]
         for index in EP_GROUPS[1]:
@@ -144,7 +153,7 @@ def runs_by_numbers(rank: Rank, strategy: str) -> Any:
     client = TCPStore("127.0.0.1", rank.port, is_master=False, wait_for_workers=False)
     group = RankGroup(
         client, place.group.index(rank.index), len(place.group), names=place.group, scope=f"replica-{place.replica}",
-        progress_timeout=timedelta(seconds=60),
+        progress_timeout=timedelta(seconds=PATIENCE_S),
     )  # fmt: skip
     with md.Tuner(store=str(rank.folder / "store"), group=group, strategy=strategy, ladder=LADDER, policy=POLICY, device=CPU,
                   deployment="d") as tuner:  # fmt: skip
@@ -158,8 +167,11 @@ def runs_by_numbers(rank: Rank, strategy: str) -> Any:
 @each_strategy
 def test_a_replica_reuses_what_another_published_and_waits_for_none(strategy: str, tmp_path: Path) -> None:
     with Ranks(runs_by_numbers, LAYOUT.world_size, tmp_path, strategy) as ranks:
-        ranks.wait("measuring-replica 1-2")
+        for index in (0, 2):  # both have found nothing in the store, and one is stopped there, before anybody publishes
+            ranks.wait(f"measuring-replica {index // 2}-{index}")
         ranks.signal(2, signal.SIGSTOP)
+        for replica in range(LAYOUT.dp):
+            let(tmp_path, f"replica {replica}")
         first = [ranks.join_one(index, 60.0) for index in (0, 1)]
         (tmp_path / "mark-published").touch()
         third = [ranks.join_one(index, 60.0) for index in (4, 5)]

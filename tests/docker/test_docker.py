@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 import redis
-from redis_server import BINARIES, free_port
+from redis_server import BINARY, free_port
 from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parents[2]
@@ -195,7 +195,7 @@ def build_context(folder: Path) -> Path:
 @contextlib.contextmanager
 def running_redis(service: dict[str, Any], configs: dict[str, Any], folder: Path, port: int) -> Iterator[dict[str, str]]:
     """The service's command over its configuration and volume, on a free port of this machine; yields what its processes see."""
-    write(folder / "bin/redis-server", f'#!/bin/sh\nexec {BINARIES[0]} "$@" --port {port} --bind 127.0.0.1\n')
+    write(folder / "bin/redis-server", f'#!/bin/sh\nexec {BINARY} "$@" --port {port} --bind 127.0.0.1\n')
     write(folder / "bin/redis-cli", REDIS_CLI)
     command = list(service["command"])
     for config in service["configs"]:

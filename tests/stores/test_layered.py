@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ from redis_server import RedisServer
 
 from moe_dist.errors import StoreError
 from moe_dist.stores.filesystem import FilesystemStore
-from moe_dist.stores.layered import LayeredStore, ReadOnlyStore
+from moe_dist.stores.layered import LayeredStore, ReadOnlyStore, found_by_others
 from moe_dist.stores.memory import MemoryStore
 from moe_dist.stores.open import open_store
 from moe_dist.stores.redis import RedisStore
@@ -40,6 +41,28 @@ def test_the_shared_store_knows_what_is_newest(hosts):
     one.put("x/y", b"2")
     assert two.get("x/y") == b"2"
     assert two.local.get("x/y") == b"2"
+
+
+def test_what_others_find_is_neither_the_local_layer_s_nor_what_a_disk_did_not_take(hosts, tmp_path, monkeypatch):
+    one, two = hosts
+    one.put("x/both", b"1")
+    one.local.put("x/local", b"1")
+    assert found_by_others(two, ["x/both", "x/local"]) == found_by_others(one, ["x/both", "x/local"]) == {"x/both": b"1"}
+    disk = FilesystemStore(tmp_path / "disk")
+    disk.put("x/durable", b"1")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", no_room)
+        assert not disk.put("x/kept", b"1")
+        assert not disk.put("x/durable", b"2")
+    assert disk.get_many(["x/kept", "x/durable"]) == {"x/kept": b"1", "x/durable": b"2"}
+    assert found_by_others(disk, ["x/kept", "x/durable"]) == {}, "what lies there is not what was published last"
+    assert disk.put("x/kept", b"1")
+    assert found_by_others(disk, ["x/kept"]) == {"x/kept": b"1"}
+    assert found_by_others(MemoryStore(), ["x/kept"]) == {}
+
+
+def no_room(handle):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_delete_is_for_this_host_and_the_shared_store(hosts):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fakes import FakeOperation, tactic
+from fakes import FakeOperation, FakeProbe, tactic
 
 import moe_dist as md
 from moe_dist.backends.base import Backend, BoundLayer, MoEProblem, Runner
 from moe_dist.backends.torch_loop import TorchLoopBackend
 from moe_dist.tuning import measure
-from moe_dist.tuning.measure import MAX_CALLS, UNSTABLE_RATIO, CellMeasurer, EagerClock, EventClock, GraphClock
+from moe_dist.tuning.journal import Journal
+from moe_dist.tuning.measure import MAX_CALLS, UNSTABLE_RATIO, CellMeasurer, EagerClock, EventClock, GraphClock, journal_key
 from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.problem import Bucket, Cell, Failed, ProbeSpec, Tactic, Timed
 
@@ -222,6 +225,56 @@ def test_torch_out_of_memory_is_a_cell_too(monkeypatch: pytest.MonkeyPatch) -> N
     assert opened.round([tactic("plain")]) == {
         tactic("plain"): Failed("out of memory in preparation: CUDA out of memory. Tried to allocate 2 GiB")
     }
+
+
+@pytest.mark.parametrize("part", ["probe", "bind"])
+def test_host_memory_that_torch_can_not_allocate_is_a_cell_too(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a petabyte, which no machine has: torch tells it by a plain RuntimeError."""
+    operation = FakeOperation("a", {"plain": 10.0})
+    owner = operation if part == "probe" else FakeProbe
+
+    def allocate(*arguments: Any) -> Any:
+        return torch.empty(1 << 50, dtype=torch.uint8)
+
+    monkeypatch.setattr(owner, part, allocate)
+    opened = measurer(operation)
+    opened.prepare([tactic("plain")])
+    (failed,) = opened.round([tactic("plain")]).values()
+    assert isinstance(failed, Failed)
+    assert failed.reason.startswith("out of memory in preparation: ")
+    assert "can't allocate memory: you tried to allocate 1125899906842624 bytes" in failed.reason
+    assert opened.bind(tactic("plain")) == failed.reason
+
+
+def test_a_candidate_is_journaled_whenever_it_runs(tmp_path: Path) -> None:
+    """In preparation, in a window, and in the counted runs of a collective one: a process that dies there, dies of it."""
+    operation = FakeOperation("a", {"plain": 10.0, "all-b": 10.0})
+    journal = Journal(tmp_path, "e1")
+    marked: list[set[str]] = []
+
+    class Watched(FakeProbe):
+        def bind(self, wanted: Tactic) -> Callable[[int], Tactic]:
+            inner = super().bind(wanted)
+
+            def run(index: int) -> Tactic:
+                marked.append({json.loads(path.read_text())["tactic_key"] for path in journal.folder.iterdir()})
+                return inner(index)
+
+            return run
+
+    operation.probe = lambda num_tokens, spec: Watched(operation)  # type: ignore[method-assign]
+    opened = CellMeasurer(operation, cell_of(operation), POLICY, ProbeSpec(copies=2), journal=journal)
+    plain, together = tactic("plain"), tactic("all-b")
+    opened.prepare([plain])
+    prepared = len(marked)
+    opened.round([plain])
+    timed = len(marked)
+    opened.bind(together)
+    opened.run_counted(together, 2, 3)
+    assert 0 < prepared < timed < len(marked) - 5
+    assert marked[:timed] == [{journal_key(cell_of(operation), plain)}] * timed
+    assert marked[timed:] == [{journal_key(cell_of(operation), together)}] * (len(marked) - timed)
+    assert list(journal.folder.iterdir()) == []
 
 
 def test_a_candidate_that_fails_in_a_window_is_out_of_this_round_and_the_next() -> None:
