@@ -7,8 +7,10 @@ is the suite that every store passes.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from moe_dist.errors import StoreError
@@ -25,8 +27,9 @@ class Store(Protocol):
     """Bytes under keys, published whole or not at all, visible to everyone who opens the same URL.
 
     No method raises for a disk or server that is gone, full or read-only: a read is then a miss, a write returns
-    False, what was written stays readable in this process, and one warning names the path or host. Every wait for a
-    server is bounded. StoreError: a key is no key, or a value is larger than MAX_VALUE_BYTES.
+    False, what was written stays readable in this process, and one warning names the path or host. It is written once the medium
+    takes writes again, unless another writer has put a newer value there: then that one is read. Every wait for a server is
+    bounded. StoreError: a key is no key, or a value is larger than MAX_VALUE_BYTES.
     """
 
     @property
@@ -55,6 +58,19 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Release connections and files; idempotent."""
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    """A store whose calls may take long, and which says when they go on."""
+
+    def reporting(self, progress: Callable[[], None]) -> AbstractContextManager[None]: ...
+
+
+def reporting(store: Store, progress: Callable[[], None]) -> AbstractContextManager[None]:
+    """Inside, this thread's calls of `store` call `progress` as they go on, where the store can: a listing of a large database
+    may take longer than a rank is waited for that shows no progress."""
+    return store.reporting(progress) if isinstance(store, Reporting) else contextlib.nullcontext()
 
 
 def check_key(key: str) -> str:

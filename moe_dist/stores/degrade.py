@@ -1,21 +1,30 @@
 """A store over a medium that can fail: the promise of `base.Store` that no caller is hurt by a disk or a server, kept once.
 
-Owns what is kept in memory when a write fails, the one warning, and the pause between attempts. A medium (`filesystem.py`,
-`redis.py`) implements four methods that raise `Unavailable`. `layered.ReadOnlyStore` reuses what is kept.
+Owns what is kept in memory when a write fails, the one warning, the pause between attempts and the word that a call goes on. A
+medium (`filesystem.py`, `redis.py`) implements four methods that raise `Unavailable`. `layered.ReadOnlyStore` reuses what is kept.
+
+What a medium did not take is seen by this process until the medium takes it or has something newer. A value that another writer
+has put meanwhile is newer, and stands: one that is there now, and is not the one that this process saw there last. All else is
+written once the medium answers again, so that others find it, too: an epoch that could not be published admits joiners then.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import timedelta
 from typing import TypeVar
 
 from moe_dist.stores.base import check_key, check_value
 
 log = logging.getLogger("moe_dist.stores")
+
+_GONE = object()
+_CATCH_UP_S = 1.0  # of one call, spent on writing what was kept: the rest goes with the next
 
 
 class Unavailable(Exception):
@@ -45,20 +54,38 @@ class Kept:
     def over_listing(self, listed: Iterable[str], prefix: str) -> list[str]:
         """`listed` on the medium under `prefix`, as this process must see it, sorted."""
         start = prefix + "/" if prefix else ""
-        seen = {key for key in listed if self.values.get(key, b"") is not None}
-        return sorted(seen | {key for key, value in self.values.items() if value is not None and key.startswith(start)})
+        kept = dict(self.values)
+        seen = {key for key in listed if kept.get(key, b"") is not None}
+        return sorted(seen | {key for key, value in kept.items() if value is not None and key.startswith(start)})
 
 
 class DegradingStore(abc.ABC):
-    """Implements the contract over a medium. retry_after: how long a medium that can't be reached is left alone."""
+    """Implements the contract over a medium. retry_after: how long a medium that can't be reached is left alone, and how long one
+    that refuses writes is not asked to take what was kept."""
 
-    def __init__(self, url: str, *, retry_after: timedelta = timedelta(0)) -> None:
+    def __init__(self, url: str, *, retry_after: timedelta) -> None:
         self.url = url
         self.degraded: str | None = None
         self._kept = Kept()
+        self._seen: dict[str, int] = {}  # of each key that this process knows of, the hash of what it last saw on the medium
         self._retry_after_s = retry_after.total_seconds()
-        self._down_until_s = 0.0
+        self._down_until_s = self._refuses_until_s = 0.0
         self._warned = False
+        self._reports: dict[int, Callable[[], None]] = {}  # by thread
+
+    @contextlib.contextmanager
+    def reporting(self, progress: Callable[[], None]) -> Iterator[None]:
+        """Inside, calls by this thread call `progress` each time that the medium has answered, or has kept them waiting for a timeout."""
+        thread = threading.get_ident()
+        outer = self._reports.get(thread)
+        self._reports[thread] = progress
+        try:
+            yield
+        finally:
+            if outer is None:
+                del self._reports[thread]
+            else:
+                self._reports[thread] = outer
 
     @abc.abstractmethod
     def _read(self, keys: list[str]) -> dict[str, bytes]: ...
@@ -81,7 +108,10 @@ class DegradingStore(abc.ABC):
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
         wanted = list(dict.fromkeys(map(check_key, keys)))
-        _, found = self._reach(lambda: self._read(wanted))
+        self._catch_up()
+        reached, found = self._reach(lambda: self._read(wanted))
+        if reached:
+            self._saw(found or {})
         return self._kept.over(found or {}, wanted)
 
     def get_durable(self, keys: Iterable[str]) -> dict[str, bytes]:
@@ -103,26 +133,92 @@ class DegradingStore(abc.ABC):
     def list(self, prefix: str) -> list[str]:
         if prefix:
             check_key(prefix)
+        self._catch_up()
         _, listed = self._reach(lambda: self._scan(prefix))
         return self._kept.over_listing(listed or [], prefix)
 
     def _keep(self, key: str, value: bytes | None, done: bool) -> None:
         if done:
-            self._kept.values.pop(key, None)
-        else:
-            self._kept.values[key] = value
+            self._took(key, value)
+            self._refuses_until_s = 0.0
+            self._catch_up()
+            return
+        if key not in self._seen and not self._resting():  # it may be read: what it holds now is older than `value`
+            self._quietly(lambda: self._saw(self._read([key])))
+        self._kept.values[key] = value
+        self._refuses_until_s = time.monotonic() + self._retry_after_s
+
+    def _took(self, key: str, value: bytes | None) -> None:
+        self._kept.values.pop(key, None)
+        if value is not None:
+            self._seen[key] = hash(value)
+
+    def _saw(self, found: dict[str, bytes]) -> None:
+        """What the medium holds: where another writer has put it there meanwhile, it stands."""
+        for key, value in found.items():
+            if self._kept.values and self._seen.get(key) != hash(value):
+                self._kept.values.pop(key, None)
+            self._seen[key] = hash(value)
+
+    def _catch_up(self) -> None:
+        """Write what was kept, where the medium takes it and no other writer has been there."""
+        if self._kept.values and not self._resting():
+            self._quietly(self._write_kept)
+
+    def _write_kept(self) -> None:
+        kept = dict(self._kept.values)
+        self._saw(self._read([*kept]))
+        until_s = time.monotonic() + _CATCH_UP_S
+        for key, value in kept.items():
+            if self._kept.values.get(key, _GONE) is not value:
+                continue
+            if not self._refuses_until_s <= time.monotonic() < until_s:
+                return
+            self._report()
+            try:
+                if value is None:
+                    self._remove(key)
+                else:
+                    self._write(key, value)
+            except Unavailable:
+                self._refuses_until_s = time.monotonic() + self._retry_after_s
+                raise
+            self._took(key, value)
+
+    def _quietly(self, action: Callable[[], None]) -> None:
+        """`action`, which no caller asked for: a medium that refuses it may yet do what was asked for."""
+        degraded = self.degraded
+        try:
+            action()
+        except Unavailable as error:
+            if error.rest:
+                self._failed(error)
+                return
+        self.degraded = degraded
+
+    def _failed(self, error: Unavailable) -> None:
+        if error.rest:
+            self._down_until_s = time.monotonic() + self._retry_after_s
+        self._note(str(error))
+
+    def _resting(self) -> bool:
+        return time.monotonic() < self._down_until_s
+
+    def _report(self) -> None:
+        """The call goes on; whoever waits for this thread may know."""
+        if (progress := self._reports.get(threading.get_ident())) is not None:
+            progress()
 
     def _reach(self, action: Callable[[], _T]) -> tuple[bool, _T | None]:
         """(True, what `action` returns), or (False, None) where the medium can't, after noting why."""
-        if time.monotonic() < self._down_until_s:
+        if self._resting():
             return False, None
         self.degraded = None
         try:
+            self._report()
             return True, action()
         except Unavailable as error:
-            if error.rest:
-                self._down_until_s = time.monotonic() + self._retry_after_s
-            self._note(str(error))
+            self._failed(error)
             return False, None
 
     def _note(self, reason: str) -> None:
@@ -130,7 +226,7 @@ class DegradingStore(abc.ABC):
         self.degraded = reason
         if not self._warned:
             self._warned = True
-            log.warning("store %s: %s. Going on in memory: what it does not take is lost when this process ends.", self.url, reason)
+            log.warning("store %s: %s. Going on in memory: what it does not take before this process ends is lost.", self.url, reason)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"

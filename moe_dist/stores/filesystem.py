@@ -17,6 +17,7 @@ import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 from moe_dist.stores.base import MAX_VALUE_BYTES, SEGMENT
@@ -25,6 +26,7 @@ from moe_dist.stores.degrade import DegradingStore, Unavailable
 SUFFIX = "+value"
 TEMPORARY = ".moe-dist-tmp-"
 _ATTEMPTS = 3  # how often a folder or a temporary file may vanish under one write
+_RETRY_AFTER = timedelta(seconds=30)  # until a disk that was full is asked again to take what was kept; a `put` always asks it
 _UNLOCKED_AGE_S = 3600.0  # where files can't be locked, a temporary file this old has no live writer
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ELOOP}  # no file, or no file of ours: a plain miss
@@ -35,7 +37,7 @@ class FilesystemStore(DegradingStore):
 
     def __init__(self, path: str | Path) -> None:
         self._root = os.path.abspath(os.path.expanduser(path))
-        super().__init__(Path(self._root).as_uri())
+        super().__init__(Path(self._root).as_uri(), retry_after=_RETRY_AFTER)
         self._sweep()
 
     @property
@@ -56,6 +58,7 @@ class FilesystemStore(DegradingStore):
     def _read(self, keys: list[str]) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
         for key in keys:
+            self._report()
             try:
                 value = _read_file(self._path(key))
             except OSError as error:  # one unreadable file does not hide the others
@@ -88,6 +91,7 @@ class FilesystemStore(DegradingStore):
     def _scan(self, prefix: str) -> list[str]:
         keys = []
         for folder, name in _walk(f"{self._root}/{prefix}" if prefix else self._root, self._note):
+            self._report()
             if name.endswith(SUFFIX) and SEGMENT.fullmatch(name, 0, len(name) - len(SUFFIX)):
                 keys.append(f"{folder}/{name}"[len(self._root) + 1 : -len(SUFFIX)])
         return keys

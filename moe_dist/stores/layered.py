@@ -5,9 +5,11 @@ Owns no medium and no degradation of its own: each layer keeps the contract by i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 
-from moe_dist.stores.base import Store, check_key, check_value
+from moe_dist.stores.base import Store, check_key, check_value, reporting
 from moe_dist.stores.degrade import DegradingStore, Kept
 
 
@@ -60,6 +62,12 @@ class LayeredStore:
     def list(self, prefix: str) -> list[str]:
         return sorted({*self.shared.list(prefix), *self.local.list(prefix)})
 
+    @contextlib.contextmanager
+    def reporting(self, progress: Callable[[], None]) -> Iterator[None]:
+        """As `degrade.DegradingStore.reporting`, of both layers."""
+        with reporting(self.local, progress), reporting(self.shared, progress):
+            yield
+
     def close(self) -> None:
         self.local.close()
         self.shared.close()
@@ -110,6 +118,9 @@ class ReadOnlyStore:
 
     def list(self, prefix: str) -> list[str]:
         return self._kept.over_listing(self.store.list(prefix), prefix)
+
+    def reporting(self, progress: Callable[[], None]) -> AbstractContextManager[None]:
+        return reporting(self.store, progress)
 
     def close(self) -> None:
         self.store.close()

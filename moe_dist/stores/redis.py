@@ -12,7 +12,7 @@ write (2), `db`, `ca` (a file of certificates to trust), `cert` and `key` (files
 Key a/b/c is the string PREFIX:{a/b}/c. The braces are a hash tag: on a cluster the keys of one folder lie in one slot, so an
 environment's entries are read in bulk from one node. A value is one SET, an epoch with its entries included, so a reader sees
 all of it or none. No call waits longer than three timeouts before the server is left alone for a while; a listing of a large
-database may take `_SCAN_LIMIT_S`. Nothing that this module says contains a password.
+database may take `_SCAN_LIMIT_S`, and says at each of its trips that it goes on. Nothing that this module says contains a password.
 """
 
 from __future__ import annotations
@@ -236,18 +236,17 @@ class RedisStore(DegradingStore):
     def _scan(self, prefix: str) -> set[str]:
         """{prefix} and {prefix/...} are the tags that a key under `prefix` can have."""
         pattern = f"{self._prefix}:{{{prefix}[}}/]*" if prefix else f"{self._prefix}:{{*"
-        deadline_s = time.monotonic() + _SCAN_LIMIT_S
-
-        def scan(client: Any) -> set[str]:
-            keys = set()
-            for name in client.scan_iter(match=pattern, count=_CHUNK):
-                if (key := self._key(name)) is not None:
-                    keys.add(key)
-                if time.monotonic() > deadline_s:
+        until_s = time.monotonic() + _SCAN_LIMIT_S
+        nodes = self._call(lambda client: client.get_primaries()) if self._cluster else [None]
+        keys: set[str] = set()
+        for node in nodes:
+            cursor = None
+            while cursor != 0:
+                if time.monotonic() > until_s:
                     raise Unavailable(f"SCAN took more than {_SCAN_LIMIT_S:.0f} s; give moe_dist a database of its own")
-            return keys
-
-        return self._call(scan)
+                cursor, names = self._call(functools.partial(_scan_on, node, cursor or 0, pattern))
+                keys.update(key for name in names if (key := self._key(name)) is not None)
+        return keys
 
     def _name(self, key: str) -> str:
         folder, _, name = key.rpartition("/")
@@ -275,13 +274,16 @@ class RedisStore(DegradingStore):
             try:
                 if self._client is None:
                     self._client = self._connect()
-                return command(self._client)
+                answer = command(self._client)
+                self._report()
+                return answer
             except redis.ConnectionError as error:  # refused, reset, closed, loading, a wrong password
                 last: Exception = error
             except (redis.TimeoutError, redis.exceptions.RedisClusterException, OSError) as error:
                 last = error
             except redis.RedisError as error:  # the server answers, and says no: read-only, out of memory, no permission
                 raise Unavailable(self._words(error)) from None
+            self._report()
             if isinstance(last, redis.AuthenticationError) or time.monotonic() > deadline_s:
                 break
             time.sleep(0.05 * 2**attempt)
@@ -293,6 +295,15 @@ class RedisStore(DegradingStore):
             for form in (secret, urllib.parse.quote(secret, safe="")):
                 words = words.replace(form, "***")
         return words
+
+
+def _scan_on(node: Any, cursor: int, pattern: str, client: Any) -> tuple[int, list[bytes]]:
+    """One trip of a listing. node: of a cluster; None: the server is none."""
+    if node is None:
+        told: tuple[int, list[bytes]] = client.scan(cursor, match=pattern, count=_CHUNK)
+        return told
+    cursors, names = client.scan(cursor, match=pattern, count=_CHUNK, target_nodes=node)
+    return cursors[node.name], names
 
 
 def _mget(names: list[str], client: Any) -> list[bytes | None]:

@@ -6,6 +6,7 @@ measured and nothing is said to other ranks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -20,9 +21,9 @@ import torch.distributed as dist
 from moe_dist.config import DEFAULT_MAX_NUM_TOKENS
 from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT, RankGroup
 from moe_dist.distributed.symmetric import Arena
-from moe_dist.errors import ConfigError, PassAborted, TunerStateError, first_line
+from moe_dist.errors import ConfigError, PassAborted, RendezvousLost, TunerStateError, first_line
 from moe_dist.settings import job_settings
-from moe_dist.stores.base import Store
+from moe_dist.stores.base import Store, reporting
 from moe_dist.stores.open import open_store
 from moe_dist.tuning.adoption import adopt_newest
 from moe_dist.tuning.identity import Environment, build_environment
@@ -171,7 +172,9 @@ class Tuner:
                 raise PassAborted(f"rank {name}: {reason}", [name])
         if measure and not self._explained and self._group.is_leader:
             self._explained = True
-            if (reason := why_nothing_fits(self.store, self.environment)) is not None:
+            with reporting(self.store, self._store_goes_on):  # the peers may wait for this rank in the pass already
+                reason = why_nothing_fits(self.store, self.environment)
+            if reason is not None:
                 log.warning("store %s %s", self.store.url, reason)
         policy = policy or self.policy
         settings = PassSettings(
@@ -179,11 +182,13 @@ class Tuner:
             modes=policy.modes(self.device.type), deployment=self._deployment, budget=self._budget, mixed_environments=self._mixed,
             measure=measure,
         )  # fmt: skip
-        outcome = TunePass(
+        tune_pass = TunePass(
             settings, self._group, self.environment, self._records, self.store, serving=self.epoch, arena=self.arena, memory=self._memory,
             journal=self._journal, workspace_limit=self._workspace_limit, on_progress=self._on_progress, adopt=self._adopt_outcome, ahead=ahead,
             published=self._published if publish else None,
-        ).run()  # fmt: skip
+        )  # fmt: skip
+        with reporting(self.store, self._store_goes_on):
+            outcome = tune_pass.run()
         return PassReport(
             rows=tuple(Row(cell, outcome.keys[cell], outcome.epoch.winners.get(cell)) for cell in outcome.cells),
             measured=outcome.measured,
@@ -206,7 +211,10 @@ class Tuner:
         """
         self._require_usable()
         run = {(mode, bucket) for mode in self.policy.modes(self.device.type) for bucket in self.ladder.buckets()}
-        found, self.arena = adopt_newest(self._group, self.store, self.environment, self._records, self.epoch, self.arena, self.pins, run)
+        with reporting(self.store, self._store_goes_on):
+            found, self.arena = adopt_newest(
+                self._group, self.store, self.environment, self._records, self.epoch, self.arena, self.pins, run
+            )
         if found is None:
             return False
         self._memory.update(found.entries)
@@ -241,6 +249,11 @@ class Tuner:
         if error is not None and not self._closed:
             self.withdraw(f"{type(error).__name__}: {first_line(error)}")
         self.close()
+
+    def _store_goes_on(self) -> None:
+        """A store that is slow, and not dead, makes no rank a lost one."""
+        with contextlib.suppress(RendezvousLost):  # the pass says so; what a committed one publishes does not depend on it
+            self._group.progress()
 
     def _adopt_outcome(self, outcome: PassOutcome) -> None:
         self.arena, self.epoch = outcome.arena, outcome.epoch

@@ -1,0 +1,239 @@
+"""What a medium did not take: who sees it, until when, and what becomes of it once the medium takes writes again."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from datetime import timedelta
+
+import pytest
+from redis_server import RedisServer
+from redis_urls import AT_ONCE, url_of
+
+from moe_dist.bench.simulated import SimulatedOperation
+from moe_dist.stores import filesystem
+from moe_dist.stores.filesystem import FilesystemStore
+from moe_dist.stores.layered import LayeredStore
+from moe_dist.stores.redis import RedisStore
+from moe_dist.tuning.problem import BucketLadder
+from moe_dist.tuning.tuner import Tuner
+
+
+@pytest.fixture
+def mortal():
+    """A server that a test may kill and start again; it starts empty."""
+    with RedisServer() as server:
+        yield server
+
+
+def opened(server, query="timeout=1", retry_after=AT_ONCE):
+    return RedisStore.from_url(url_of(server, query), retry_after=retry_after)
+
+
+def refuse_writes(server, refused=True):
+    with server.client() as client:
+        client.config_set("maxmemory", 1 if refused else 0)  # nothing may be evicted: that is the default
+
+
+# --- killed and started again
+
+
+def test_what_was_kept_is_written_once_the_server_is_back(mortal):
+    store, other = opened(mortal), opened(mortal)
+    mortal.stop()
+    assert not store.put("x/one", b"1")
+    assert not store.put("x/two", b"2")
+    mortal.start()
+    assert store.get("x/one") == b"1"  # the first call that reaches it writes both
+    assert other.get_many(["x/one", "x/two"]) == {"x/one": b"1", "x/two": b"2"}
+    other.put("x/one", b"3")
+    assert store.get("x/one") == b"3"  # it is the server's now, as any other
+    assert store.degraded is None
+
+
+@pytest.mark.parametrize("call", ["get", "list", "put", "delete"])
+def test_any_call_that_reaches_the_server_writes_what_was_kept(call, mortal):
+    store, other = opened(mortal), opened(mortal)
+    mortal.stop()
+    assert not store.put("x/kept", b"1")
+    mortal.start()
+    getattr(store, call)(*{"list": ["y"], "put": ["y/z", b"2"]}.get(call, ["y/z"]))
+    assert other.get("x/kept") == b"1"
+
+
+@pytest.mark.parametrize("look", ["get", "list first", "put another"])
+def test_the_newer_value_of_another_writer_stands(look, mortal):
+    store, other = opened(mortal), opened(mortal)
+    assert store.put("x/y", b"old")
+    mortal.stop()
+    assert not store.put("x/y", b"kept")
+    assert store.get("x/y") == b"kept"
+    mortal.start()
+    assert other.put("x/y", b"newer")
+    if look == "list first":
+        assert store.list("x") == ["x/y"]
+    elif look == "put another":
+        assert store.put("x/z", b"1")
+    assert store.get("x/y") == b"newer"
+    assert other.get("x/y") == b"newer"
+
+
+def test_a_key_that_another_writer_has_made_is_not_deleted_by_what_was_kept(mortal):
+    store, other = opened(mortal), opened(mortal)
+    assert store.put("x/y", b"old")
+    mortal.stop()
+    store.delete("x/y")
+    assert store.list("x") == []
+    mortal.start()
+    assert other.put("x/y", b"newer")
+    assert store.list("x") == ["x/y"]
+    assert store.get("x/y") == b"newer"
+    assert other.get("x/y") == b"newer"
+
+
+def test_in_a_layered_store_the_newer_value_of_another_host_reaches_the_local_layer(mortal, tmp_path):
+    store = LayeredStore(FilesystemStore(tmp_path), opened(mortal))
+    mortal.stop()
+    assert not store.put("x/y", b"kept")
+    assert not store.put("x/z", b"kept")
+    mortal.start()
+    assert opened(mortal).put("x/y", b"newer")
+    assert store.get_many(["x/y", "x/z"]) == {"x/y": b"newer", "x/z": b"kept"}
+    assert store.local.get("x/y") == b"newer"
+    assert opened(mortal).get("x/z") == b"kept"
+
+
+def test_what_a_running_tuner_could_not_publish_admits_joiners_once_the_server_is_back(mortal, caplog):
+    """Without another pass of it, and without another start of its process."""
+
+    def tuner(retry_after=AT_ONCE):
+        made = Tuner(store=opened(mortal, retry_after=retry_after), ladder=BucketLadder((1,)), device="cpu")
+        made.record(SimulatedOperation("layer", {"plain": 2000.0, "quick": 500.0}))
+        return made
+
+    with tuner() as first:
+        mortal.stop()
+        tuned = first.run_pass()
+        assert [record for record in caplog.records if "nobody can join until it is" in record.getMessage()]
+        mortal.start()
+        with tuner() as joiner:
+            assert not joiner.reload()
+        assert first.reload()  # it has its own epoch, and looks whether there is a newer one
+        with tuner() as joiner:
+            assert joiner.reload()
+            assert joiner.epoch.digest == tuned.digest
+        with tuner() as another:
+            assert (another.run_pass().measured, another.epoch.digest) == (0, tuned.digest)
+    for one in (joiner, another, first):
+        one.store.close()
+
+
+# --- a server that reads and takes no writes
+
+
+def test_a_value_that_was_refused_hides_the_older_one_and_not_a_newer_one(mortal):
+    store, other = opened(mortal), opened(mortal)
+    assert other.put("x/one", b"old")
+    assert other.put("x/two", b"old")
+    refuse_writes(mortal)
+    for key in ("x/one", "x/two"):  # never read by this process
+        assert not store.put(key, b"kept")
+        assert store.get(key) == b"kept"
+    assert opened(mortal).get("x/one") == b"old"
+    refuse_writes(mortal, False)
+    assert other.put("x/two", b"newer")
+    assert store.get_many(["x/one", "x/two"]) == {"x/one": b"kept", "x/two": b"newer"}
+    assert other.get_many(["x/one", "x/two"]) == {"x/one": b"kept", "x/two": b"newer"}
+
+
+def test_a_value_that_this_process_put_before_it_lost_the_server_is_older_than_what_was_kept(mortal):
+    store, other = opened(mortal), opened(mortal)
+    assert store.put("x/y", b"old")
+    mortal.stop()
+    assert not store.put("x/y", b"kept")
+    mortal.start()
+    with mortal.client() as client:
+        client.set("moe_dist:{x}/y", b"old")  # as a server with its data on a disk would have it
+    assert store.get("x/y") == b"kept"
+    assert other.get("x/y") == b"kept"
+
+
+def test_a_deletion_that_was_refused_is_done_later(mortal):
+    with RedisServer() as elsewhere:
+        store, other = opened(mortal), opened(mortal)
+        assert other.put("x/y", b"old")
+        with mortal.client() as client:
+            client.config_set("replica-serve-stale-data", "yes")
+            client.replicaof("127.0.0.1", elsewhere.port)
+            store.delete("x/y")
+            assert "ReadOnly" in store.degraded
+            assert store.list("x") == []
+            client.replicaof("NO", "ONE")
+        assert other.put("x/z", b"1")
+        assert store.list("x") == ["x/z"]
+        assert other.get("x/y") is None
+
+
+def test_a_server_that_refuses_is_not_asked_again_at_every_call(mortal):
+    store = opened(mortal, retry_after=timedelta(hours=1))
+    refuse_writes(mortal)
+    for number in range(5):
+        assert not store.put(f"x/k{number}", b"1")
+    with mortal.client() as client:
+        client.config_resetstat()
+        for _ in range(20):
+            assert store.get_many([f"x/k{number}" for number in range(5)]).keys() == {f"x/k{number}" for number in range(5)}
+            assert store.degraded is None  # the read did reach it
+        assert "cmdstat_set" not in client.info("commandstats")
+        refuse_writes(mortal, False)
+        assert store.put("x/other", b"1")  # it takes writes again, as this one shows
+        assert client.dbsize() == 6
+
+
+# --- a disk
+
+
+def test_a_disk_that_takes_writes_again_is_written(tmp_path, monkeypatch):
+    store, other = FilesystemStore(tmp_path), FilesystemStore(tmp_path)
+    assert other.put("x/two", b"old")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", full)
+        for key in ("x/one", "x/two", "x/three"):
+            assert not store.put(key, b"kept")
+        store.delete("x/two")
+        assert store.put("x/three", b"kept") is False
+    assert other.put("x/three", b"newer")
+    assert store.put("x/four", b"1")
+    assert other.get_many(["x/one", "x/two", "x/three", "x/four"]) == {"x/one": b"kept", "x/three": b"newer", "x/four": b"1"}
+    assert store.get("x/three") == b"newer"
+
+
+def test_nothing_that_no_caller_asked_for_is_said(mortal, caplog):
+    """Writing what was kept may fail again: the call that came by reached the server, and the warning was given."""
+    store = opened(mortal)
+    refuse_writes(mortal)
+    assert not store.put("x/y", b"1")
+    caplog.clear()
+    for _ in range(3):
+        assert store.get("x/z") is None
+        assert store.degraded is None
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_kept_key_that_cannot_be_read_makes_no_other_call_a_failure(tmp_path, monkeypatch):
+    store = FilesystemStore(tmp_path)
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail)
+        assert not store.put("x/kept", b"1")
+    monkeypatch.setattr(filesystem, "_read_file", fail)
+    assert store.put("x/y", b"2")
+    assert store.degraded is None

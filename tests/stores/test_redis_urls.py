@@ -1,0 +1,149 @@
+"""What a URL of a server says, and what is never said of it: its passwords."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import traceback
+import urllib.parse
+from datetime import timedelta
+
+import pytest
+from redis_urls import ENCODED, SECRET
+
+from moe_dist.errors import StoreError
+from moe_dist.stores.open import open_store
+from moe_dist.stores.redis import RedisAddress
+
+
+@pytest.mark.parametrize(
+    ("url", "public", "fields"),
+    [
+        ("redis://host", "redis://host:6379/0", {"hosts": (("host", 6379),)}),
+        ("redis://[::1]:7000/3", "redis://[::1]:7000/3", {"hosts": (("::1", 7000),), "db": 3}),
+        ("redis://host?db=2&prefix=p&ttl=60&timeout=0.5", "redis://host:6379/2", {"db": 2, "prefix": "p", "ttl": timedelta(minutes=1), "timeout": timedelta(milliseconds=500)}),
+        (f"rediss://user:{ENCODED}@host:1/0?ca=/ca.pem&verify=no", "rediss://host:1/0", {"tls": True, "user": "user", "password": SECRET, "ca": "/ca.pem", "verify": False}),
+        (f"redis://:{SECRET}@host", "redis://host:6379/0", {"user": None, "password": SECRET}),  # written without %, but for its '/' and '@' it can be told
+        ("unix:///run/redis.sock?db=1", "unix:///run/redis.sock?db=1", {"path": "/run/redis.sock", "db": 1}),
+        ("redis+sentinel://a,b:1/main/2", "redis+sentinel://a:26379,b:1/main/2", {"kind": "sentinel", "service": "main", "db": 2}),
+        ("rediss+sentinel://a/main?sentinel_password=x", "rediss+sentinel://a:26379/main/0", {"sentinel_password": "x", "tls": True}),
+        ("redis+cluster://a:1,b:2", "redis+cluster://a:1,b:2", {"kind": "cluster", "hosts": (("a", 1), ("b", 2))}),
+    ],
+)  # fmt: skip
+def test_an_address_is_what_the_url_says(url, public, fields):
+    address = RedisAddress.parse(url)
+    assert {name: getattr(address, name) for name in fields} == fields
+    assert address.public == public
+    assert SECRET not in repr(address)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        (f"redis://u:{ENCODED}@host:port/0", "store URL redis://host:port/0: port, db, ttl or timeout is no number"),
+        (f"redis://user:{ENCODED}", "store URL redis://user: port, db, ttl or timeout is no number"),
+        (f"redis://u:{ENCODED}@host:99999", "port, db, ttl"),
+        (f"redis://u:{ENCODED}@", "port, db, ttl"),
+        (f"redis://u:{ENCODED}@host/zero", "port, db, ttl"),
+        (f"redis://u:{ENCODED}@host?ttl=soon", "port, db, ttl"),
+        (f"redis://u:{ENCODED}@host?verify=maybe", "verify is neither yes nor no"),
+        (f"redis://u:{ENCODED}@host?ttl=0.5", "ttl is below a second"),
+        (f"redis://u:{ENCODED}@host?timeout=1e9", "timeout is outside 0.01 to 60 seconds"),
+        (f"redis://u:{ENCODED}@host?timeout=nan", "port, db, ttl"),
+        (f"redis://u:{ENCODED}@host?prefix=a{{b", "prefix 'a{b'; use 1 to 64 letters"),
+        (f"redis://u:{ENCODED}@host?pasword=x&ttl=9", "unknown parameter pasword; known are prefix, ttl"),
+        (f"redis://u:?{SECRET}@host", "must be written %3F"),
+        (f"redis+sentinel://u:{ENCODED}@host", "name the service"),
+        (f"redis+cluster://u:{ENCODED}@host/1", "a cluster has no databases"),
+    ],
+)
+def test_a_wrong_url_is_refused_without_its_password(url, message):
+    with pytest.raises(StoreError) as caught:
+        open_store(url)
+    assert message in str(caught.value)
+    for secret in (SECRET, ENCODED):
+        assert secret not in str(caught.value)
+        assert secret not in repr(caught.value)
+
+
+def test_the_rest_of_a_password_without_a_host_is_no_parameter_that_an_error_names():
+    with pytest.raises(StoreError, match="unknown parameter whose name is none; known are") as caught:
+        open_store("redis://u:a?S3cret?timeout=1")
+    assert "S3cret" not in str(caught.value)
+
+
+def test_an_unknown_scheme_lists_the_schemes_without_the_password():
+    with pytest.raises(StoreError, match=r"scheme 'reddis:' is unknown; use one of memory:, .*redis\+cluster://") as caught:
+        open_store(f"reddis://u:{ENCODED}@host")
+    assert ENCODED not in str(caught.value)
+
+
+# Every way in which a secret can stand in a URL, right or wrong. "mark" is in each piece of it that a split may leave.
+PIECES = "mark/mark+mark@mark!mark,mark#mark"
+WRITTEN = {
+    "encoded": urllib.parse.quote(PIECES, safe=""),
+    "lower case": re.sub("%..", lambda code: code[0].lower(), urllib.parse.quote(PIECES, safe="")),
+    "plus for blanks": urllib.parse.quote_plus(PIECES.replace("!", " ")),
+    "as it is": PIECES,
+}
+PLACES = (
+    "redis://user:{s}@127.0.0.1:1/0?timeout=0.05",
+    "redis://:{s}@127.0.0.1:1?timeout=0.05&prefix=p",
+    "rediss://user:{s}@127.0.0.1:1/0?timeout=0.05",
+    "unix://user:{s}@/nowhere/socket?timeout=0.05",
+    "unix://:{s}@/nowhere/socket?timeout=0.05&db=2",
+    "redis+sentinel://user:{s}@127.0.0.1:1/main/0?timeout=0.05",
+    "rediss+sentinel://:{s}@127.0.0.1:1,127.0.0.1:2/main?timeout=0.05&sentinel_user=u&sentinel_password={s}",
+    "redis+sentinel://127.0.0.1:1/main?timeout=0.05&sentinel_password={s}",
+    "redis+cluster://user:{s}@127.0.0.1:1?timeout=0.05",
+    "rediss+cluster://:{s}@127.0.0.1:1,127.0.0.1:2?timeout=0.05",
+    "layered:LOCAL,redis://user:{s}@127.0.0.1:1/0?timeout=0.05",
+    "layered:redis://user:{s}@127.0.0.1:1/0?timeout=0.05,redis://user:{s}@127.0.0.1:2/0?timeout=0.05",
+    "read-only:redis://user:{s}@127.0.0.1:1/0?timeout=0.05",
+    # wrong ones
+    "redis://127.0.0.1:1?password={s}",
+    "redis://127.0.0.1:1?timeout=0.05&{s}",
+    "redis://user:{s}@127.0.0.1:port",
+    "redis://user:{s}@127.0.0.1:1/zero",
+    "redis://user:{s}@127.0.0.1:1?ttl={s}",
+    "redis://user:{s}@127.0.0.1:1?sentinel_passwort={s}",
+    "redis://user:{s}",
+    "redis://user:?{s}@127.0.0.1",
+    "redis+sentinel://user:{s}@127.0.0.1",
+    "redis+cluster://user:{s}@127.0.0.1/1",
+    "redis:/user:{s}@127.0.0.1",
+    "REDIS://user:{s}@127.0.0.1",
+    "reddis://user:{s}@127.0.0.1",
+    "http://user:{s}@127.0.0.1",
+    "file://user:{s}@127.0.0.1/path",
+)
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("place", PLACES)
+def test_no_secret_of_any_url_is_ever_said(place, written, tmp_path, caplog, capfd):
+    caplog.set_level(logging.DEBUG)
+    url = place.replace("{s}", WRITTEN[written]).replace("LOCAL", str(tmp_path))
+    said = []
+    try:
+        store = open_store(url)
+    except StoreError as error:
+        said += [str(error), repr(error), "".join(traceback.format_exception(error))]
+    else:
+        with contextlib.closing(store):
+            store.get("x/y")
+            assert not store.put("x/y", b"1")
+            said += [repr(store), str(store), store.url, str(store.degraded)]
+            assert "127.0.0.1:1" in store.url or "/nowhere/socket" in store.url or "layered" in store.url
+    assert said
+    printed = capfd.readouterr()
+    # The traceback of an error may show the line of this test, but not what stood in it.
+    for text in (*said, caplog.text, printed.out, printed.err):
+        assert "mark" not in text.replace("pytest.mark", "")
+
+
+def test_without_redis_py_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "redis", None)
+    with pytest.raises(StoreError, match=r"redis://host:6379/0 needs redis-py; install moe-dist\[redis\]"):
+        open_store("redis://host")
