@@ -6,9 +6,14 @@ Knows keys and bytes; what an epoch's value says is the codec's business. A valu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import os
 import re
+import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Protocol
 
 import msgpack
@@ -17,6 +22,8 @@ from moe_dist.distributed.group import RankGroup
 from moe_dist.tuning.problem import Epoch, digest
 
 EPOCHS = "epochs"
+SHARED_MEMORY = Path("/dev/shm")  # of a host's processes
+_PATIENCE_S = 1.0  # with a rank of this host that reads the store; then this one does so itself
 _NAME = re.compile(r"(\d{8,})-([0-9a-f]{16})-([0-9a-f]{32})(?:-([0-9a-f]{8}(?:\.[0-9a-f]{8})*))?")
 _HEAD = 8  # characters of an environment's digest in a name: enough to not read in vain
 _MAX_NAMED = 15  # environments that fit into a key's segment
@@ -25,6 +32,8 @@ _MAX_NAMED = 15  # environments that fit into a key's segment
 class ByteStore(Protocol):
     """The part of a store that epochs need."""
 
+    @property
+    def url(self) -> str: ...
     def get(self, key: str) -> bytes | None: ...
     def put(self, key: str, value: bytes) -> bool: ...
     def delete(self, key: str) -> None: ...
@@ -37,12 +46,70 @@ def spread(group: RankGroup, store: ByteStore, key: str, value: bytes, *, held: 
     key, value, held: the leader's; held: its store has published the value. Returns the value, and the global ranks that did not find it.
     """
     key, wanted, held = msgpack.unpackb(group.exchange("spread-key", msgpack.packb([key, digest(value), held]))[0])
-    seen = value if group.is_leader else store.get(key) if held else None
-    found = seen is not None and digest(seen) == wanted
-    answers = group.exchange("spread-found", b"yes" if found else b"")
+    with HostCopy(store, key, wanted) as copy:
+        seen = value if group.is_leader else copy.read() if held else None
+        answers = group.exchange("spread-found", b"yes" if seen is not None else b"")
     strangers = [rank for rank, answer in enumerate(answers) if not answer]
-    sent = group.exchange("spread-value", value if group.is_leader else b"", reads=() if found else (0,))[0] if strangers else b""
-    return (seen if seen is not None and found else sent), [group.names[rank] for rank in strangers]
+    sent = (
+        group.exchange("spread-value", value if group.is_leader else b"", reads=() if seen is not None else (0,))[0] if strangers else b""
+    )
+    return (sent if seen is None else seen), [group.names[rank] for rank in strangers]
+
+
+class HostCopy:
+    """The value under `key` of a store, whose digest is `wanted`: of the ranks of a host that open the same store one reads it there,
+    and leaves it for the others in the host's memory. So one server feeds as many readers as there are hosts.
+
+    Whoever leaves the `with` block removes the copy: by then a group has exchanged who has it. Ranks that don't share the host's memory
+    (containers), or wait too long for one another, read for themselves.
+    """
+
+    def __init__(self, store: ByteStore, key: str, wanted: str) -> None:
+        self._store, self._key, self._wanted = store, key, wanted
+        self._path = SHARED_MEMORY / f"moe_dist-{os.getuid()}-{digest([store.url, key, wanted])}"
+
+    def read(self) -> bytes | None:
+        """None: the store has no such value here."""
+        try:
+            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return self._right(self._store.get(self._key))
+        try:
+            if not _locked(handle):
+                return self._right(self._store.get(self._key))
+            with contextlib.suppress(OSError):
+                if (copied := self._right(os.pread(handle, os.fstat(handle).st_size, 0))) is not None:
+                    return copied
+            value = self._right(self._store.get(self._key))
+            if value is not None:
+                with contextlib.suppress(OSError):  # a full memory: a part of it is no copy
+                    os.ftruncate(handle, os.pwrite(handle, value, 0))
+            return value
+        finally:
+            os.close(handle)
+
+    def _right(self, value: bytes | None) -> bytes | None:
+        return value if value is not None and digest(value) == self._wanted else None
+
+    def __enter__(self) -> HostCopy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+
+def _locked(handle: int) -> bool:
+    """Whether the lock could be had before patience ended; it ends with its holder, and with `handle`."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.001)
 
 
 @dataclasses.dataclass(frozen=True, order=True)

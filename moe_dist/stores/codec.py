@@ -4,20 +4,23 @@ Owns the format and its version. Knows no key's meaning, no store and no environ
 it; stores themselves move bytes that they don't look into.
 
     entry  v, kind "entry", key (packed canonical form), tactic, time, default, default_time, provenance, digest
-    epoch  v, kind "epoch", number, deployment, problems (packed), tactics, winners, entries (store key: bytes), digest
+    epoch  v, kind "epoch", packed, digest
+           packed: the map number, deployment, problems (packed), tactics, winners, entries (store key: bytes), through zlib
 
 A time is [median_us, spread_us, samples]; an epoch's winner is [problem, mode, low, high, tactic, tactic_us, default,
 default_us], where problem, tactic and default are places in the lists before it, which are in order of first use. Maps and
 winners are sorted, a time is never -0.0: equal content, equal bytes. `digest` is the first 16 bytes of SHA-256 over the map
 without it. Bytes are taken only if they are exactly what encoding their content gives, so a flipped bit, a missing byte, a
-trailing one or another writer's order is always found. Nothing is unpickled or evaluated; sizes are bounded before anything
-is built.
+trailing one or another writer's order is always found (what zlib makes of an epoch's content may differ by its release). Nothing is
+unpickled or evaluated; sizes are bounded before anything is built. An epoch is packed because one entry is much like the next, and
+thousands of ranks may read it from one server at once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import zlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -26,14 +29,16 @@ import msgpack
 from moe_dist.tuning.problem import Bucket, Cell, Entry, Epoch, Problem, Tactic, Timed, Winner
 
 FORMAT_VERSION = 1
+EPOCH_VERSION = 2
 MAX_ENTRY_BYTES = 256 << 10  # a key with the recorded token counts of a thousand experts is 10 KiB
-MAX_EPOCH_BYTES = 64 << 20  # 10,000 entries of a typical 2 KiB, three times over
+MAX_EPOCH_BYTES = 64 << 20  # before it is packed: 10,000 entries of a typical 2 KiB, three times over
 
 _T = TypeVar("_T")
 _ENTRY_FIELDS = ["v", "kind", "key", "tactic", "time", "default", "default_time", "provenance"]
 # What every map ends with: the field's name, and the head of 16 bytes, which follow.
 _TAIL: bytes = msgpack.packb("digest") + b"\xc4\x10"
-_EPOCH_FIELDS = ["v", "kind", "number", "deployment", "problems", "tactics", "winners", "entries"]
+_PACKED_FIELDS = ["v", "kind", "packed"]
+_EPOCH_FIELDS = ["number", "deployment", "problems", "tactics", "winners", "entries"]
 
 
 class Malformed(ValueError):
@@ -50,7 +55,7 @@ def decode_entry(data: bytes, key_digest: str | None = None) -> Entry:
 
     Malformed, and no other exception: why these bytes are not that entry.
     """
-    body, content = _unseal(data, "entry", _ENTRY_FIELDS, MAX_ENTRY_BYTES)
+    body, content = _unseal(data, "entry", FORMAT_VERSION, _ENTRY_FIELDS, MAX_ENTRY_BYTES)
     try:
         entry = Entry(
             key=_typed(body["key"], bytes),
@@ -74,7 +79,10 @@ def encode_epoch(epoch: Epoch, entries: Mapping[str, bytes]) -> bytes:
 
     ValueError: the epoch is larger than any reader would take.
     """
-    return _seal(_epoch_content(epoch, entries), "epoch", MAX_EPOCH_BYTES)
+    content = _epoch_content(epoch, entries)
+    if len(content) > MAX_EPOCH_BYTES:
+        raise ValueError(f"epoch of {len(content)} bytes; the limit is {MAX_EPOCH_BYTES}")
+    return _seal(_pack({"v": EPOCH_VERSION, "kind": "epoch", "packed": zlib.compress(content)}), "epoch", MAX_EPOCH_BYTES)
 
 
 def decode_epoch(data: bytes, *, deployment: str | None = None, number: int | None = None) -> tuple[Epoch, dict[str, bytes]]:
@@ -82,8 +90,12 @@ def decode_epoch(data: bytes, *, deployment: str | None = None, number: int | No
 
     Malformed, and no other exception: why these bytes are not that epoch.
     """
-    body, content = _unseal(data, "epoch", _EPOCH_FIELDS, MAX_EPOCH_BYTES)
+    sealed, _ = _unseal(data, "epoch", EPOCH_VERSION, _PACKED_FIELDS, MAX_EPOCH_BYTES)
     try:
+        content = _expand(_typed(sealed["packed"], bytes))
+        body = _unpack(content)
+        if list(_typed(body, dict)) != _EPOCH_FIELDS:
+            raise ValueError(f"fields {', '.join(map(str, body))} where {', '.join(_EPOCH_FIELDS)} were expected")
         problems = [Problem.from_packed(_typed(packed, bytes)) for packed in body["problems"]]
         tactics = [_tactic(plain) for plain in body["tactics"]]
         winners = {}
@@ -97,7 +109,7 @@ def decode_epoch(data: bytes, *, deployment: str | None = None, number: int | No
         entries = {_typed(key, str): _typed(entry, bytes) for key, entry in _typed(body["entries"], dict).items()}
         if _epoch_content(epoch, entries) != content:
             raise ValueError("not the bytes that encoding its content gives")
-    except (TypeError, ValueError, RecursionError) as error:  # a problem may nest as deep as msgpack reads
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:  # a problem may nest as deep as msgpack reads
         raise Malformed(f"not an epoch: {error}") from error
     if deployment is not None and epoch.deployment != deployment:
         raise Malformed(f"the epoch of deployment {epoch.deployment!r} lies where {deployment!r} was asked for")
@@ -137,8 +149,6 @@ def _epoch_content(epoch: Epoch, entries: Mapping[str, bytes]) -> bytes:
         winners.append([problem, cell.mode, cell.bucket.low, cell.bucket.high, tactic, _plain_us(winner.tactic_us), default, default_us])
     return _pack(
         {
-            "v": FORMAT_VERSION,
-            "kind": "epoch",
             "number": epoch.number,
             "deployment": epoch.deployment,
             "problems": list(problems),
@@ -154,6 +164,22 @@ def _pack(value: Any) -> bytes:
     return packed
 
 
+def _unpack(data: bytes) -> Any:
+    return msgpack.unpackb(data, use_list=False, strict_map_key=True, max_ext_len=0)
+
+
+def _expand(packed: bytes) -> bytes:
+    """ValueError: not one whole stream, or of more than an epoch's bytes."""
+    expander = zlib.decompressobj()
+    try:
+        content = expander.decompress(packed, MAX_EPOCH_BYTES)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if not expander.eof or expander.unused_data:
+        raise ValueError(f"{len(packed)} packed bytes are not one stream of at most {MAX_EPOCH_BYTES}")
+    return content
+
+
 def _seal(content: bytes, kind: str, limit: int) -> bytes:
     # The same map with one field more: a map of up to 15 fields begins with the byte 0x80 + their number.
     data = b"%c%b%b%b" % (content[0] + 1, content[1:], _TAIL, _digest(content))
@@ -166,18 +192,18 @@ def _digest(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()[:16]
 
 
-def _unseal(data: bytes, kind: str, fields: list[str], limit: int) -> tuple[dict[str, Any], bytes]:
+def _unseal(data: bytes, kind: str, version: int, fields: list[str], limit: int) -> tuple[dict[str, Any], bytes]:
     """The map in `data` and its bytes without the digest, which is right."""
     if not isinstance(data, bytes) or len(data) > limit:
         raise Malformed(f"{len(data) if isinstance(data, bytes) else type(data).__name__} bytes; the limit is {limit}")
     try:
-        body = msgpack.unpackb(data, use_list=False, strict_map_key=True, max_ext_len=0)
+        body = _unpack(data)
         if type(body) is not dict or "v" not in body:
             raise Malformed("no map with a format version")
-        if body["v"] != FORMAT_VERSION or type(body["v"]) is not int:
-            raise Malformed(f"format version {body['v']!r}; this release reads {FORMAT_VERSION}")
         if body.get("kind") != kind:
             raise Malformed(f"kind {body.get('kind')!r} where {kind!r} was asked for")
+        if body["v"] != version or type(body["v"]) is not int:
+            raise Malformed(f"format version {body['v']!r}; this release reads {version}")
         body.pop("digest", None)
         if list(body) != fields:
             raise Malformed(f"fields {', '.join(map(str, body))} where {', '.join(fields)} were expected")

@@ -31,11 +31,12 @@ _NOTHING = "there is no committed epoch"
 
 @dataclasses.dataclass(frozen=True)
 class Committed:
-    """An epoch as it lies in the store. entries: store key -> bytes, which are decoded when they are hit."""
+    """An epoch as it lies in the store. entries: store key -> bytes, which are decoded when they are hit. key: where it lies."""
 
     value: bytes
     epoch: Epoch
     entries: Mapping[str, bytes]
+    key: str = ""
 
     @functools.cached_property
     def problems(self) -> frozenset[str]:
@@ -61,10 +62,10 @@ class Committed:
         return f"epoch {self.epoch.number} of problems {_listed(self.problems)}"
 
 
-def read_committed(value: bytes, deployment: str) -> Committed | None:
+def read_committed(value: bytes, deployment: str, key: str = "") -> Committed | None:
     """None, logged with the reason: `value` is no epoch of `deployment`."""
     try:
-        return Committed(value, *decode_epoch(value, deployment=deployment))
+        return Committed(value, *decode_epoch(value, deployment=deployment), key)
     except Malformed as error:
         log.warning("a stored epoch is passed over: %s", error)
         return None
@@ -133,32 +134,60 @@ def adopt_newest(
 
     None, said in the log: there is no such epoch, or a rank can't serve it, or has pins on another. PassAborted: a rank can't have the symmetric memory.
     """
+    found: Committed | None = None
+
+    def choose(words: list[bytes]) -> bytes:
+        """The leader's part: it alone lists the store, and says what all adopt, or why nothing."""
+        nonlocal found
+        asked = [msgpack.unpackb(word) for word in dict.fromkeys(words)]
+        wanted = {problem for _, problems in asked for problem in problems}
+        found, missing = choose_committed(store, serving.deployment, wanted, {there for there, _ in asked}, buckets)
+        packed: bytes = msgpack.packb(
+            [found.key, digest(found.value), [found.epoch.number, found.epoch.digest, sorted(found.environments)], "", False]
+            if found
+            else ["", "", [0, "", []], missing or _NOTHING, bool(missing and not wanted)]
+        )
+        return packed
+
+    def accept(said: Committed | None, missing: str) -> list[tuple[str, str, str, bool]]:
+        held = pins.why_not_replace() if said and said.epoch.digest != serving.digest else None
+        reason = (held or _why_not(said, environment, records) or "") if said else missing
+        word = [reason, said.epoch.digest if said else "", serving.digest, bool(key) and said is None and not missing]
+        return [msgpack.unpackb(answer) for answer in group.exchange("reload-accept", msgpack.packb(word))]
+
     with group.open_pass("reload"):
         here = {problem.packed for problem in records} | {cell.problem.packed for cell in serving.winners}
-        said = msgpack.packb([environment.digest, sorted(digest(packed) for packed in here)])
-        asked = [msgpack.unpackb(word) for word in dict.fromkeys(group.exchange("reload-problems", said))]
-        wanted = {problem for _, problems in asked for problem in problems}
-        # Every rank chooses and takes apart while the leader does: in a shared store it is the same one, and no byte of it is sent.
-        found, missing = choose_committed(store, serving.deployment, wanted, {digest for digest, _ in asked}, buckets)
-        value = group.exchange("reload", found.value if found else b"", reads={0})[0]
-        if found is None or found.value != value:
-            found = read_committed(value, serving.deployment) if value else None
-            missing = "it can't be read here" if value else missing
-        held = pins.why_not_replace() if found and found.epoch.digest != serving.digest else None
-        reason = (held or _why_not(found, environment, records) or "") if found else missing or _NOTHING
-        said = msgpack.packb([reason, found.epoch.digest if found else "", serving.digest])
-        answers = [msgpack.unpackb(word) for word in group.exchange("reload-accept", said)]
-        refused = [f"rank {name}: {against}" for name, (against, _, _) in zip(group.names, answers, strict=True) if against]
+        own = msgpack.packb([environment.digest, sorted(digest(packed) for packed in here)])
+        key, wanted, (number, table_digest, environments), missing, doubtful = msgpack.unpackb(group.reduce("reload-problems", own, choose))
+        with epoch.HostCopy(store, key, wanted) as copy:
+            served = (number, table_digest) == (serving.number, serving.digest) and environment.digest in environments
+            if found is None and served:
+                found = Committed(b"", serving, {})  # there is nothing to read
+            elif key and found is None and (value := copy.read()) is not None:
+                found, missing = _read_here(value, serving.deployment)
+            answers = accept(found, missing)
+        if any(lacks for _, _, _, lacks in answers):  # in another store than the leader's
+            lacking = bool(key) and found is None and not missing
+            value = group.exchange("reload-value", found.value if found and group.is_leader else b"", reads={0} if lacking else ())[0]
+            if lacking:
+                found, missing = _read_here(value, serving.deployment)
+            answers = accept(found, missing)
+        refused = [f"rank {name}: {against}" for name, (against, *_) in zip(group.names, answers, strict=True) if against]
         table = found.epoch if found and not refused else serving
-        converge.require_one_digest([served if refused else chosen for _, chosen, served in answers], group.names, "epochs")
-        if table is not serving and any(winner.tactic.collective or winner.default.collective for winner in table.winners.values()):
+        converge.require_one_digest([served if refused else chosen for _, chosen, served, _ in answers], group.names, "epochs")
+        if found and not refused and any(winner.tactic.collective or winner.default.collective for winner in table.winners.values()):
             arena = reserve_for(group, table, records, arena)
         group.commit(table.digest)
-    if refused and answers[0][0] != _NOTHING:
+    if refused and missing != _NOTHING:
         # That others of the deployment have tuned other problems, and these not yet, is how every first tuning of a second model begins.
-        level = logging.INFO if wanted and not value else logging.WARNING
+        level = logging.WARNING if key or doubtful else logging.INFO
         log.log(level, "the committed epoch is not adopted: %s", refused[0])
     return (found if not refused else None), arena
+
+
+def _read_here(value: bytes, deployment: str) -> tuple[Committed | None, str]:
+    found = read_committed(value, deployment)
+    return found, "" if found else "it can't be read here"
 
 
 def _listed(problems: Collection[str]) -> str:
@@ -166,8 +195,9 @@ def _listed(problems: Collection[str]) -> str:
 
 
 def _read(store: Store, name: epoch.EpochName, deployment: str) -> Committed | None:
-    value = store.get(name.key(deployment))
-    return read_committed(value, deployment) if value is not None else None
+    key = name.key(deployment)
+    value = store.get(key)
+    return read_committed(value, deployment, key) if value is not None else None
 
 
 def _tuned_elsewhere(found: Committed, environment: Environment) -> str | None:

@@ -1,13 +1,15 @@
 """Strategy `reload`: ranks measure alone, say what won, and all adopt the one table that the leader lists.
 
-The table travels through the store where all ranks reach it, else over the group. No winner becomes a stored entry before the
-group has committed it: another rank may have rejected it.
+A rank says its winners by their places in the plan, and sends an entry only where the leader has none that serves. The table
+travels, packed, through the store where all ranks reach it, else over the group. No winner becomes a stored entry before the group
+has committed it: another rank may have rejected it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -43,28 +45,46 @@ class Apart:
 
     def tune(self, to_tune: Sequence[PlannedCell]) -> tuple[list[Decided], dict[Cell, bytes]]:
         """What each cell came to, and the entries of the table that all adopted."""
+        mine, won, failed_here = self._measure(to_tune)
         listed: dict[int, bytes] = {}
 
         def list_table(words: list[bytes]) -> bytes:
-            """The leader's part: the table, and what all hear at once, the reasons of what failed somewhere."""
+            """The leader's part: what it has of the table, and what all hear at once: the reasons of what failed somewhere, and which
+            ranks' winners of which cells it still needs."""
             published = [msgpack.unpackb(word, strict_map_key=False) for word in words]
             failed: dict[int, list[list[Any]]] = {}
             for _, failed_there in published:
                 for index, rows in failed_there.items():
                     failed.setdefault(index, []).extend(rows)
-            listed.update(self._list_table(to_tune, [mine for mine, _ in published], failed))
-            packed: bytes = msgpack.packb(failed)
+            listed.update(self._stored(to_tune, failed))
+            wanted: dict[int, list[int]] = {}
+            for index in range(len(to_tune)):
+                if (
+                    index not in listed
+                    and (rank := _first_to_win(index, [places for places, _ in published], failed.get(index, []))) is not None
+                ):
+                    wanted.setdefault(rank, []).append(index)
+            listed.update((index, mine[index]) for index in wanted.pop(self._group.rank, []))
+            packed: bytes = msgpack.packb([failed, wanted])
             return packed
 
-        combined = self._group.reduce("reload-published", msgpack.packb(self._measure(to_tune)), list_table)
-        failed = msgpack.unpackb(combined, strict_map_key=False)
+        failed, wanted = msgpack.unpackb(
+            self._group.reduce("reload-published", msgpack.packb([won, failed_here]), list_table), strict_map_key=False
+        )
+        if wanted:
+            asked = {index: mine[index] for index in wanted.get(self._group.rank, [])}
+            words = self._group.exchange("reload-entries", msgpack.packb(asked), reads=set(wanted) if self._group.is_leader else ())
+            for rank in wanted if self._group.is_leader else ():
+                listed.update(msgpack.unpackb(words[rank], strict_map_key=False))
         entries = {to_tune[index].cell: entry for index, entry in self._adopt(listed).items()}
         decided = [_decided_from(planned, entries.get(planned.cell), failed.get(index, [])) for index, planned in enumerate(to_tune)]
         return decided, entries
 
-    def _measure(self, to_tune: Sequence[PlannedCell]) -> tuple[dict[int, bytes], dict[int, list[list[Any]]]]:
-        """This rank's winners, as entries, and what failed here, as [place of the tactic, reason]; both by place of the cell."""
+    def _measure(self, to_tune: Sequence[PlannedCell]) -> tuple[dict[int, bytes], dict[int, int], dict[int, list[list[Any]]]]:
+        """This rank's winners, as entries and as places of their tactics, and what failed here, as [place of the tactic, reason]; all by
+        place of the cell."""
         mine: dict[int, bytes] = {}
+        won: dict[int, int] = {}
         failed: dict[int, list[list[Any]]] = {}
         for index, planned in enumerate(to_tune):
             self._announce(index, planned)
@@ -73,14 +93,15 @@ class Apart:
             race, failed_here = raced
             failed[index] = [[planned.tactics.index(tactic), row.reason] for tactic, row in failed_here.items() if isinstance(row, Failed)]
             decided = Decided(planned.cell, planned.default, race.winner(), race.standing(planned.default), ())
-            if (entry := decided.entry(self._settings.key(self._environments[0], planned.cell))) is not None:
-                mine[index] = entry
-        return mine, failed
+            entry = decided.entry(self._settings.key(self._environments[0], planned.cell))
+            if entry is not None and decided.winner is not None:
+                mine[index], won[index] = entry, planned.tactics.index(decided.winner.tactic)
+        return mine, won, failed
 
     def _adopt(self, listed: dict[int, bytes]) -> dict[int, bytes]:
         """The leader's table on every rank: through the store, or over the group where a rank does not find it there."""
         group, store = self._group, self._store
-        table = msgpack.packb(listed) if group.is_leader else b""
+        table = pack_table(listed) if group.is_leader else b""
         path = f"proposals/{digest(self._settings.deployment)}/{digest(table)}"
         held = bool(listed) and group.size > 1 and store.put(path, table)
         adopted, strangers = spread(group, store, path, table, held=held)
@@ -88,26 +109,18 @@ class Apart:
             store.delete(path)
         if strangers and listed:
             log.warning("store %s is not shared with rank %s: the table is sent over the group", store.url, ", ".join(map(str, strangers)))
-        entries: dict[int, bytes] = msgpack.unpackb(adopted, strict_map_key=False)
+        entries: dict[int, bytes] = msgpack.unpackb(zlib.decompress(adopted), strict_map_key=False)
         return entries
 
-    def _list_table(
-        self, to_tune: Sequence[PlannedCell], published: Sequence[dict[int, bytes]], failed: dict[int, list[list[Any]]]
-    ) -> dict[int, bytes]:
-        """The leader's choice for each cell: what the store holds now, else the first rank's own; never a tactic that failed somewhere."""
-        table: dict[int, bytes] = {}
-        stored = self._store.get_many([self._settings.key(self._environments[0], planned.cell).path for planned in to_tune])
-        for index, planned in enumerate(to_tune):
-            bad = {planned.tactics[at] for at, _ in failed.get(index, [])}
-            offered = [
-                stored.get(self._settings.key(self._environments[0], planned.cell).path),
-                *(mine.get(index) for mine in published),
-            ]
-            for entry in offered:
-                if entry is not None and self._fits(entry, planned, bad):
-                    table[index] = entry
-                    break
-        return table
+    def _stored(self, to_tune: Sequence[PlannedCell], failed: dict[int, list[list[Any]]]) -> dict[int, bytes]:
+        """What the leader's store holds of the table by now, never a tactic that failed somewhere."""
+        paths = [self._settings.key(self._environments[0], planned.cell).path for planned in to_tune]
+        stored = self._store.get_many(paths)
+        return {
+            index: stored[path]
+            for index, (planned, path) in enumerate(zip(to_tune, paths, strict=True))
+            if path in stored and self._fits(stored[path], planned, {planned.tactics[at] for at, _ in failed.get(index, [])})
+        }
 
     def _fits(self, value: bytes, planned: PlannedCell, bad: set[Tactic]) -> bool:
         try:
@@ -119,6 +132,17 @@ class Apart:
             and entry.tactic in planned.tactics
             and entry.tactic not in bad
         )
+
+
+def pack_table(entries: Mapping[int, bytes]) -> bytes:
+    """The entries of a table by the places of their cells, small: one entry is much like the next."""
+    return zlib.compress(msgpack.packb(entries))
+
+
+def _first_to_win(index: int, won: Sequence[dict[int, int]], failed: Sequence[Sequence[Any]]) -> int | None:
+    """The first rank whose winner of a cell failed nowhere."""
+    bad = {at for at, _ in failed}
+    return next((rank for rank, places in enumerate(won) if index in places and places[index] not in bad), None)
 
 
 def _decided_from(planned: PlannedCell, value: bytes | None, failed: Sequence[Sequence[Any]]) -> Decided:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from moe_dist.distributed.epoch import EpochName, folder, publish, published, spread
+from moe_dist.distributed import epoch
+from moe_dist.distributed.epoch import EpochName, HostCopy, folder, publish, published, spread
 from moe_dist.distributed.group import RankGroup
 from moe_dist.stores.memory import MemoryStore
 from moe_dist.tuning.problem import Epoch, digest
@@ -33,8 +37,20 @@ def on_ranks(stores: list[MemoryStore], action: Callable[[RankGroup, MemoryStore
     return got
 
 
-def stored(value: bytes = VALUE) -> MemoryStore:
-    store = MemoryStore()
+class CountingStore(MemoryStore):
+    """One of another URL is another store, as on another host."""
+
+    def __init__(self, url: str = "test:") -> None:
+        super().__init__()
+        self.url, self.reads = url, 0
+
+    def get(self, key: str) -> bytes | None:
+        self.reads += 1
+        return super().get(key)
+
+
+def stored(value: bytes = VALUE, url: str = "test:") -> CountingStore:
+    store = CountingStore(url)
     store.put("at/key", value)
     return store
 
@@ -49,7 +65,7 @@ def test_ranks_that_share_the_store_read_it_there() -> None:
 
 
 # Nothing there; something else there, as after a pass of another group; a damaged copy.
-@pytest.mark.parametrize("other", [MemoryStore(), stored(b"older"), stored(VALUE[:-1] + b"?")])
+@pytest.mark.parametrize("other", [MemoryStore(), stored(b"older", "other:"), stored(VALUE[:-1] + b"?", "other:")])
 def test_a_rank_that_does_not_find_it_gets_it_from_the_leader_and_is_named(other: MemoryStore) -> None:
     assert on_ranks([stored(), other, stored()], from_the_leader) == [(VALUE, [11])] * 3
 
@@ -65,6 +81,62 @@ def test_a_group_of_one_keeps_what_it_has() -> None:
     group = RankGroup.alone()
     group.begin_pass()
     assert spread(group, MemoryStore(), "at/key", VALUE, held=False) == (VALUE, [])
+
+
+# -- one reader a host -------------------------------------------------------------------------------------------------------
+
+
+def copies() -> set[Path]:
+    return set(epoch.SHARED_MEMORY.glob(f"moe_dist-{os.getuid()}-*"))
+
+
+def test_of_the_ranks_of_a_host_one_reads_the_store_and_nothing_stays_behind() -> None:
+    store, before = stored(), copies()
+    with HostCopy(store, "at/key", digest(VALUE)) as copy:
+        assert copy.read() == VALUE
+        assert len(copies() - before) == 1
+        assert [HostCopy(store, "at/key", digest(VALUE)).read() for _ in range(7)] == [VALUE] * 7
+    assert store.reads == 1
+    assert copies() == before
+    assert on_ranks([stored()] * 9, from_the_leader) == [(VALUE, [])] * 9
+    assert copies() == before
+
+
+# A copy cut short, as by a rank that was killed; another's bytes; more bytes than the value.
+@pytest.mark.parametrize("left", [VALUE[:-1], b"foreign" * 100, VALUE + b"?"])
+def test_what_is_no_copy_is_read_from_the_store_again(left: bytes) -> None:
+    store = stored()
+    with HostCopy(store, "at/key", digest(VALUE)) as copy:
+        copy.read()
+        (path,) = [path for path in copies() if path.read_bytes() == VALUE]
+        path.write_bytes(left)
+        assert copy.read() == VALUE
+        assert path.read_bytes() == VALUE
+        assert copy.read() == VALUE
+    assert store.reads == 2
+
+
+def test_a_store_without_the_value_leaves_no_copy_for_those_that_have_it() -> None:
+    with HostCopy(stored(b"older"), "at/key", digest(VALUE)) as copy:
+        assert copy.read() is None
+        assert HostCopy(stored(), "at/key", digest(VALUE)).read() == VALUE
+
+
+def test_whoever_waits_too_long_for_another_rank_or_has_no_such_memory_reads_the_store(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(epoch, "_PATIENCE_S", 0.05)
+    store = stored()
+    with HostCopy(store, "at/key", digest(VALUE)) as copy:
+        copy.read()
+        (path,) = [path for path in copies() if path.read_bytes() == VALUE]
+        with path.open() as stopped:
+            fcntl.flock(stopped, fcntl.LOCK_EX)
+            assert copy.read() == VALUE
+    assert store.reads == 2
+    monkeypatch.setattr(epoch, "SHARED_MEMORY", tmp_path / "none")
+    with HostCopy(store, "at/key", digest(VALUE)) as copy:
+        assert (copy.read(), copy.read(), store.reads) == (VALUE, VALUE, 4)
 
 
 # -- names -------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import zlib
 
 import msgpack
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_dist.stores.codec import (
     MAX_ENTRY_BYTES,
+    MAX_EPOCH_BYTES,
     Malformed,
     decode_entry,
     decode_epoch,
@@ -65,9 +67,13 @@ def entry_body(**changes):
     return {**body, **changes}
 
 
+def seal_epoch(body, **changes):
+    """The same of an epoch, whose content is packed. changes: of what is around it."""
+    return seal({"v": 2, "kind": "epoch", "packed": zlib.compress(msgpack.packb(body)), **changes})
+
+
 def epoch_body(**changes):
-    body = msgpack.unpackb(encode_epoch(EPOCH, ENTRIES))
-    del body["digest"]
+    body = msgpack.unpackb(zlib.decompress(msgpack.unpackb(encode_epoch(EPOCH, ENTRIES))["packed"]))
     return {**body, **changes}
 
 
@@ -227,7 +233,7 @@ parts = {
 @example({"winners": epoch_body()["winners"][::-1]})
 @example({"winners": epoch_body()["winners"][:1]})  # problems and tactics that no winner uses
 def test_parts_of_an_epoch_of_another_shape_under_a_right_digest(changes):
-    data = seal(epoch_body(**changes))
+    data = seal_epoch(epoch_body(**changes))
     try:
         found = decode_epoch(data)
     except Malformed:
@@ -295,7 +301,7 @@ RELABELLED = msgpack.packb(["Problem", [["shapes", []], ["operation", "router"]]
 )
 def test_wrong_parts_of_an_epoch_under_a_right_digest(changes, message):
     with pytest.raises(Malformed, match=f"not an epoch: .*{message}"):
-        decode_epoch(seal(epoch_body(**changes)))
+        decode_epoch(seal_epoch(epoch_body(**changes)))
 
 
 def test_a_time_of_minus_zero_is_written_as_zero():
@@ -312,6 +318,29 @@ def test_a_value_that_is_no_bytes():
 def test_the_wrong_key():
     with pytest.raises(Malformed, match=f"key {digest(KEY)[:8]} lies where {digest('x')[:8]} was asked for"):
         decode_entry(encode_entry(ENTRY), digest("x"))
+
+
+@pytest.mark.parametrize(
+    ("sealed", "message"),
+    [
+        (seal({"v": 1, "kind": "epoch", **epoch_body()}), "format version 1; this release reads 2"),  # as it was before it was packed
+        (seal_epoch(epoch_body(), packed="text"), "str where bytes was expected"),
+        (seal_epoch(epoch_body(), packed=b"no stream"), "incorrect header check"),
+        (seal_epoch(epoch_body(), packed=zlib.compress(msgpack.packb(epoch_body()))[:-1]), "not one stream of at most"),
+        (seal_epoch(epoch_body(), packed=zlib.compress(msgpack.packb(epoch_body())) + b"?"), "not one stream of at most"),
+        (seal_epoch(epoch_body(), packed=zlib.compress(bytes(MAX_EPOCH_BYTES + 1))), "not one stream of at most"),  # 64 KiB of 64 MiB
+        (seal_epoch(epoch_body(), packed=zlib.compress(msgpack.packb([]))), "tuple where dict was expected"),
+        (seal_epoch(epoch_body(surprise=1)), "fields .*surprise where number, deployment"),
+    ],
+)
+def test_wrong_packing_of_an_epoch_under_a_right_digest(sealed, message):
+    with pytest.raises(Malformed, match=message):
+        decode_epoch(sealed)
+
+
+def test_an_epoch_packs_what_its_entries_have_in_common():
+    entries = {f"entries/e1/k{at}": encode_entry(dataclasses.replace(ENTRY, key=pack((*KEY, ("bucket", at))))) for at in range(100)}
+    assert len(encode_epoch(EPOCH, entries)) < sum(map(len, entries.values())) / 4
 
 
 def test_the_wrong_epoch():

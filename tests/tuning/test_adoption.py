@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from fakes import FakeOperation, tactic
+from torch._C._distributed_c10d import HashStore
 
 from moe_dist.distributed import epoch
+from moe_dist.distributed.group import RankGroup
 from moe_dist.stores.codec import encode_epoch
 from moe_dist.stores.memory import MemoryStore
 from moe_dist.tuning.adoption import choose_committed
@@ -229,4 +232,51 @@ def test_a_reload_keeps_to_its_own_problems_and_says_why_it_adopts_nothing(caplo
         assert not third.reload()
     assert "groups that tune different problems have published under deployment 'd'" in caplog.text
     for tuner in (first, second, third):
+        tuner.close()
+
+
+class ListingStore(MemoryStore):
+    """A store that threads share, as ranks share a server: counts what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listings = 0
+        self.reads: list[str] = []
+
+    def list(self, prefix: str) -> list[str]:
+        self.listings += 1
+        return super().list(prefix)
+
+    def get(self, key: str) -> bytes | None:
+        self.reads.append(key)
+        return super().get(key)
+
+
+def reload_on_ranks(tuners: list[Tuner]) -> list[bool]:
+    with ThreadPoolExecutor(len(tuners)) as pool:
+        return [adopted.result(30) for adopted in [pool.submit(tuner.reload) for tuner in tuners]]
+
+
+def test_the_leader_alone_lists_and_a_rank_that_serves_the_epoch_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epoch, "SHARED_MEMORY", tmp_path / "none")  # so that each rank reads for itself
+    shared, rendezvous = ListingStore(), HashStore()
+    deadlines = {"progress_timeout": timedelta(seconds=10), "cap": timedelta(seconds=30)}
+    tuners = [
+        Tuner(store=shared, group=RankGroup(rendezvous, rank, 3, **deadlines), deployment="d", device="cpu", ladder=BucketLadder((4,)))
+        for rank in range(3)
+    ]
+    for tuner in tuners:
+        tuner.record(FakeOperation("a", {"plain": 3000.0, "quick": 100.0}))
+    entries = {f"{tuners[0].environment.folder}/k": b"entry"}
+    tables = [committed(1, "a"), committed(2, "a", won="plain")]
+    epoch.publish(shared, tables[0], encode_epoch(tables[0], entries))
+    assert reload_on_ranks(tuners) == [True] * 3
+    assert (shared.listings, len(shared.reads)) == (1, 3), "each rank has read it once, and one has listed"
+    assert reload_on_ranks(tuners) == [True] * 3
+    assert (shared.listings, len(shared.reads)) == (2, 4), "the leader alone looks whether there is another"
+    epoch.publish(shared, tables[1], encode_epoch(tables[1], entries))
+    assert reload_on_ranks(tuners) == [True] * 3
+    assert (shared.listings, len(shared.reads)) == (3, 7)
+    assert {(tuner.epoch.number, tuner.epoch.digest) for tuner in tuners} == {(2, tables[1].digest)}
+    for tuner in tuners:
         tuner.close()

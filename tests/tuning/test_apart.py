@@ -1,0 +1,78 @@
+"""What ranks that tune apart say: their winners' places, and an entry only where the leader has none that serves."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import msgpack
+from fakes import FakeOperation
+from torch._C._distributed_c10d import HashStore
+
+from moe_dist.distributed.group import RankGroup
+from moe_dist.stores.codec import decode_entry
+from moe_dist.stores.memory import MemoryStore
+from moe_dist.tuning.policy import MeasurementPolicy
+from moe_dist.tuning.problem import BucketLadder
+from moe_dist.tuning.tuner import PassReport, Tuner
+
+COSTS = {"plain": 150_000.0, "quick": 100.0}  # us; far enough apart for a busy machine
+
+
+def tune_apart(*operations: list[FakeOperation]) -> tuple[list[PassReport], list[dict[str, bytes]]]:
+    """One rank for each list of operations, all over one store: their reports, and each one's word of each step of tuning apart."""
+    store, rendezvous = MemoryStore(), HashStore()
+    said: list[dict[str, bytes]] = [{} for _ in operations]
+    deadlines = {"progress_timeout": timedelta(seconds=20), "cap": timedelta(seconds=60)}
+
+    def tune(rank: int) -> PassReport:
+        group = RankGroup(rendezvous, rank, len(operations), **deadlines)
+        for name in ("reduce", "exchange"):
+            speak = getattr(group, name)
+
+            def speaking(step: str, word: bytes, *rest: Any, speak: Any = speak, **reads: Any) -> Any:
+                if step.startswith("reload-"):
+                    said[rank][step] = word
+                return speak(step, word, *rest, **reads)
+
+            setattr(group, name, speaking)
+        policy = MeasurementPolicy(rounds=1, sweeps=1)
+        with Tuner(store=store, group=group, strategy="reload", policy=policy, ladder=BucketLadder((4,)), device="cpu") as tuner:
+            for operation in operations[rank]:
+                tuner.record(operation)
+            return tuner.run_pass()
+
+    with ThreadPoolExecutor(len(operations)) as pool:
+        reports = [ended.result(60) for ended in [pool.submit(tune, rank) for rank in range(len(operations))]]
+    assert len({report.digest for report in reports}) == 1
+    return reports, said
+
+
+def winners(report: PassReport) -> dict[str, str]:
+    return {str(dict(row.cell.problem.fields)["name"]): row.winner.tactic["name"] if row.winner else "" for row in report.rows}
+
+
+def test_where_the_leader_has_a_winner_no_entry_is_sent() -> None:
+    reports, said = tune_apart(*[[FakeOperation("a", COSTS), FakeOperation("b", COSTS)]] * 3)
+    assert [winners(report) for report in reports] == [{"a": "quick", "b": "quick"}] * 3
+    for words in said:
+        assert list(words) == ["reload-published"]
+        won, failed = msgpack.unpackb(words["reload-published"], strict_map_key=False)
+        assert (won, failed) == ({0: 1, 1: 1}, {0: [], 1: []}), "the winner is the second of the plan's tactics"
+
+
+def test_what_the_leader_lacks_is_sent_by_the_first_rank_that_has_it() -> None:
+    both = [FakeOperation("a", COSTS), FakeOperation("b", COSTS)]
+    reports, said = tune_apart(both[:1], both, both)
+    assert [winners(report) for report in reports] == [{"a": "quick", "b": "quick"}] * 3
+    sent = [msgpack.unpackb(words["reload-entries"], strict_map_key=False) for words in said]
+    assert [list(entries) for entries in sent] == [[], [1], []]
+    assert decode_entry(sent[1][1]).tactic["name"] == "quick"
+
+
+def test_a_winner_that_failed_elsewhere_is_passed_over_for_the_next_rank_s() -> None:
+    """Rank 0's winner runs out of memory on rank 1, which has another."""
+    reports, said = tune_apart([FakeOperation("a", COSTS)], [FakeOperation("a", {**COSTS, "quick": "oom"})])
+    assert [winners(report) for report in reports] == [{"a": "plain"}] * 2
+    assert [list(msgpack.unpackb(words["reload-entries"], strict_map_key=False)) for words in said] == [[], [0]]
