@@ -87,14 +87,15 @@ def _wait_for_predecessor():
 
 
 @gluon.jit
-def _place(pid, num_tiles, COLUMNS: gl.constexpr, GROUP_M: gl.constexpr):
-    """Row tile and column block of a number from 0 on; of the last for numbers past the end."""
+def _tile_at(pid, num_tiles, tiles, COLUMNS: gl.constexpr, GROUP_M: gl.constexpr):
+    """Column block, expert, first row and number of rows of tile `pid`, from 0 on; of the last for numbers past the end."""
     pid = gl.minimum(pid, gl.maximum(num_tiles * COLUMNS - 1, 0))
     per_group = GROUP_M * COLUMNS
     first = (pid // per_group) * GROUP_M
     height = gl.maximum(gl.minimum(num_tiles - first, GROUP_M), 1)  # without a single tile, tile 0 is looked up and not used
     inside = pid % per_group
-    return first + inside % height, inside // height
+    tile = first + inside % height
+    return inside // height, gl.load(tiles[0] + tile), gl.load(tiles[1] + tile), gl.load(tiles[2] + tile)
 
 
 @gluon.jit
@@ -124,16 +125,13 @@ def _copy(
     a_bufs, b_bufs = buffers
     empty, ready = barriers
     ring, posted = calls
-    expert_ptr, row_ptr, rows_ptr, num_tiles_ptr = tiles
+    num_tiles_ptr = tiles[3]
     lane = gl.arange(0, 64, layout=gl.SliceLayout(1, spread))
     num_tiles = gl.load(num_tiles_ptr)
     step = 0
     turn = 0
     pid = gl.program_id(0)
-    tile, column = _place(pid, num_tiles, COLUMNS, GROUP_M)
-    expert_next = gl.load(expert_ptr + tile)
-    first_next = gl.load(row_ptr + tile)
-    rows_next = gl.load(rows_ptr + tile)
+    column, expert_next, first_next, rows_next = _tile_at(pid, num_tiles, tiles, COLUMNS, GROUP_M)
     while pid < num_tiles * COLUMNS:
         if DYNAMIC:
             following = gl.atomic_add(num_tiles_ptr + PLANES, 1, sem="relaxed") + gl.num_programs(0)
@@ -150,10 +148,7 @@ def _copy(
             depth = gl.arange(0, 128, layout=gl.SliceLayout(0, spread))
             low_ptrs = a + (low.to(gl.int64) * DEPTH)[:, None] + depth[None, :]
             high_ptrs = a + (high.to(gl.int64) * DEPTH)[:, None] + depth[None, :]
-        tile, column = _place(following, num_tiles, COLUMNS, GROUP_M)
-        expert_next = gl.load(expert_ptr + tile)
-        first_next = gl.load(row_ptr + tile)
-        rows_next = gl.load(rows_ptr + tile)
+        column, expert_next, first_next, rows_next = _tile_at(following, num_tiles, tiles, COLUMNS, GROUP_M)
         for k in range(0, DEPTH, 128):
             stage = step % STAGES
             bar = ready.index(stage)
@@ -335,16 +330,12 @@ def _multiply(
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     ring, posted = calls
     a_scale_ptr, b_scale_ptr = scales
-    expert_ptr, row_ptr, rows_ptr, num_tiles_ptr = tiles
-    num_tiles = gl.load(num_tiles_ptr)
+    num_tiles = gl.load(tiles[3])
     step = 0
     turn = 0
     meetings = 0
     pid = gl.program_id(0)
-    tile, column = _place(pid, num_tiles, COLUMNS, GROUP_M)
-    expert_next = gl.load(expert_ptr + tile)
-    first_next = gl.load(row_ptr + tile)
-    rows_next = gl.load(rows_ptr + tile)
+    column, expert_next, first_next, rows_next = _tile_at(pid, num_tiles, tiles, COLUMNS, GROUP_M)
     while pid < num_tiles * COLUMNS:
         if DYNAMIC:
             mbarrier.wait(posted.index(turn % RING), (turn // RING) & 1)
@@ -374,10 +365,7 @@ def _multiply(
             lane_out = base + gl.arange(0, 64, layout=gl.SliceLayout(1, stored))
             slot = gl.load(slots_ptr + first + gl.where(lane_out < rows, lane_out, 0)).to(gl.int64)
             weight = gl.load(row_weights_ptr + (gl.load(slots_ptr + row) if BY_SLOT else row))
-        tile, column_next = _place(following, num_tiles, COLUMNS, GROUP_M)
-        expert_next = gl.load(expert_ptr + tile)
-        first_next = gl.load(row_ptr + tile)
-        rows_next = gl.load(rows_ptr + tile)
+        column_next, expert_next, first_next, rows_next = _tile_at(following, num_tiles, tiles, COLUMNS, GROUP_M)
         if few:
             _tile(
                 half, buffers, barriers, meeting, meetings, step, a_scales, b_scales, b_scales_2, (first, rows), column, weight, slot,
