@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from moe_dist.bench.kernels import ROUTINGS, Plan, row_key
+from moe_dist.bench.kernel_inputs import ROUTINGS
+from moe_dist.bench.kernels import Plan, row_key
 from moe_dist.bench.peers import DEEP_GEMM_TOKENS, SONICMOE_TOKENS
 from moe_dist.errors import ConfigError
 
@@ -80,16 +81,7 @@ def bars(rows: Rows, tuning: Rows) -> list[Bar]:
             for row in rows
             if (row["dtype"], row["mode"], row["tokens"]) == (dtype, "eager", 1) and "ours_host_us" in row
         }
-        worst = max(hosts.items(), key=lambda pair: pair[1], default=None)
-        found.append(
-            Bar(
-                f"{dtype}: host time of an eager call at one token",
-                f"under {HOST_US} us",
-                worst and worst[1],
-                worst and worst[1] < HOST_US,
-                worst[0] if worst else "",
-            )
-        )
+        found.append(_most(f"{dtype}: host time of an eager call at one token", hosts, HOST_US, "us"))
         errors = error_objections([row for row in rows if row["dtype"] == dtype])
         judged = [row for row in rows if row["dtype"] == dtype and "ours_error" in row]
         found.append(
@@ -105,16 +97,7 @@ def bars(rows: Rows, tuning: Rows) -> list[Bar]:
     found.append(_least(f"bf16: every graph cell of {SONICMOE_FROM} tokens and more against SonicMoE", sonic, SONICMOE_RATIO))
     for name, limit in (("cold", COLD_S), ("warm", WARM_S)):
         times = {f"{row['shape']} {row['dtype']}": row[f"{name}_s"] for row in tuning}
-        slowest = max(times.items(), key=lambda pair: pair[1], default=None)
-        found.append(
-            Bar(
-                f"tuning a ladder, kernels {name}",
-                f"under {limit:g} s",
-                slowest and slowest[1],
-                slowest and slowest[1] < limit,
-                slowest[0] if slowest else "",
-            )
-        )
+        found.append(_most(f"tuning a ladder, kernels {name}", times, limit, "s"))
     return found
 
 
@@ -124,6 +107,13 @@ def _least(name: str, ratios: Mapping[tuple[str, int], float], limit: float) -> 
     (shape, tokens), least = min(ratios.items(), key=lambda pair: pair[1])
     below = sum(ratio < limit for ratio in ratios.values())
     return Bar(name, f"at least {limit}", least, not below, f"{shape} at {tokens}; {below} of {len(ratios)} cells below")
+
+
+def _most(name: str, values: Mapping[str, float], limit: float, unit: str) -> Bar:
+    if not values:
+        return Bar(name, f"under {limit:g} {unit}", None, None)
+    where, most = max(values.items(), key=lambda pair: pair[1])
+    return Bar(name, f"under {limit:g} {unit}", most, most < limit, where)
 
 
 def _mean(name: str, ratios: Iterable[float], limit: float) -> Bar:

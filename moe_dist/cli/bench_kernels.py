@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moe_dist.backends.triton import compiled_variants
-from moe_dist.bench import kernel_bars, kernels, report
+from moe_dist.bench import kernel_bars, kernel_inputs, kernels, report
 from moe_dist.bench.peers import FAMILIES, open_peers
 from moe_dist.errors import ConfigError
 from moe_dist.tuning.identity import build_environment
@@ -53,13 +53,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--shapes",
-        type=some([shape.name for shape in kernels.SHAPES]),
-        help=f"default: all: {','.join(shape.name for shape in kernels.SHAPES)}",
+        type=some([shape.name for shape in kernel_inputs.SHAPES]),
+        help=f"default: all: {','.join(shape.name for shape in kernel_inputs.SHAPES)}",
     )
-    parser.add_argument("--dtypes", type=some(kernels.DTYPES), default=list(kernels.DTYPES), help="default: bf16,fp8")
-    parser.add_argument("--tokens", type=counts, default=list(kernels.TOKENS), help=f"default: {','.join(map(str, kernels.TOKENS))}")
+    parser.add_argument("--dtypes", type=some(kernel_inputs.DTYPES), default=list(kernel_inputs.DTYPES), help="default: bf16,fp8")
     parser.add_argument(
-        "--modes", type=some(kernels.MODES), default=list(kernels.MODES), help="default: cuda_graph,eager (eager at one token alone)"
+        "--tokens", type=counts, default=list(kernel_inputs.TOKENS), help=f"default: {','.join(map(str, kernel_inputs.TOKENS))}"
+    )
+    parser.add_argument(
+        "--modes",
+        type=some(kernel_inputs.MODES),
+        default=list(kernel_inputs.MODES),
+        help="default: cuda_graph,eager (eager at one token alone)",
     )
     parser.add_argument(
         "--tune",
@@ -79,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0: all cells are timed and right; 1: not all, and stderr says which. Bars are shown, whether they hold or not."""
     began = time.monotonic()
-    shapes = [shape for shape in kernels.SHAPES if arguments.shapes is None or shape.name in arguments.shapes]
+    shapes = [shape for shape in kernel_inputs.SHAPES if arguments.shapes is None or shape.name in arguments.shapes]
     modes = arguments.modes if arguments.device == "cuda" else [mode for mode in arguments.modes if mode == "eager"]
     plan = kernels.Plan(shapes=shapes, dtypes=arguments.dtypes, tokens=arguments.tokens, modes=modes, ladder=arguments.tune == "ladder")
     if arguments.compile_only:
@@ -127,9 +132,9 @@ def _document(arguments: argparse.Namespace, device: torch.device) -> dict[str, 
     command = ["moe-dist", "bench", "kernels", "--peers", ",".join(arguments.peers)]
     for name, default in (
         ("shapes", None),
-        ("dtypes", list(kernels.DTYPES)),
-        ("tokens", list(kernels.TOKENS)),
-        ("modes", list(kernels.MODES)),
+        ("dtypes", list(kernel_inputs.DTYPES)),
+        ("tokens", list(kernel_inputs.TOKENS)),
+        ("modes", list(kernel_inputs.MODES)),
     ):
         if (value := getattr(arguments, name)) != default:
             command += [f"--{name}", ",".join(map(str, value))]
@@ -137,7 +142,7 @@ def _document(arguments: argparse.Namespace, device: torch.device) -> dict[str, 
     document = report.document(shlex.join(command), {})
     document["machine"] |= {"gpu": environment.device_name, "driver": environment.driver}
     document["versions"] |= {"triton": environment.triton, "cuda": environment.cuda}
-    return document | {"ceilings": kernels.CEILINGS.get(environment.device_name), "peers": {}, "kernels": [], "tuning": []}
+    return document | {"ceilings": kernel_inputs.CEILINGS.get(environment.device_name), "peers": {}, "kernels": [], "tuning": []}
 
 
 def _compile(arguments: argparse.Namespace, plan: kernels.Plan) -> int:
@@ -176,7 +181,7 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 def _finish(document: dict[str, Any], plan: kernels.Plan) -> int:
     rows, tuning = document["kernels"], document["tuning"]
     names = [name for name, said in document["peers"].items() if not said.startswith("missing")]
-    able = {name: [dtype for dtype in kernels.DTYPES if kernel_bars.times(name, dtype)] for name in names}
+    able = {name: [dtype for dtype in kernel_inputs.DTYPES if kernel_bars.times(name, dtype)] for name in names}
     print(kernel_bars.tables(rows, tuning))
     print()
     for bar in kernel_bars.bars(rows, tuning):

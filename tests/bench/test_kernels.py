@@ -16,7 +16,7 @@ import torch
 from moe_dist.backends.base import BoundLayer
 from moe_dist.backends.reference import compute
 from moe_dist.backends.torch_loop import TorchLoopConfig
-from moe_dist.bench import kernel_bars, kernels
+from moe_dist.bench import kernel_bars, kernel_inputs, kernels
 from moe_dist.bench.kernels import Plan, Shape
 from moe_dist.bench.peers import Call, Peer, open_peers
 from moe_dist.cli.main import main
@@ -105,7 +105,7 @@ def test_a_row_holds_both_times_both_errors_and_the_tuned_tactic() -> None:
         assert row["tactic"].startswith("torch_loop(")
         assert row["ratio"] == pytest.approx(row["peer_us"] / row["ours_us"], rel=1e-3)
         assert row["same_bits"] is True
-        assert set(row["ours_error"]) == set(row["peer_error"]) == set(kernels.ROUTINGS)
+        assert set(row["ours_error"]) == set(row["peer_error"]) == set(kernel_inputs.ROUTINGS)
         # The peer is the truth rounded once; torch_loop rounds on the way too. Neither is exact, so the measure is not blind.
         assert all(0 < error < 0.02 for error in (*row["ours_error"].values(), *row["peer_error"].values()))
 
@@ -181,10 +181,10 @@ def test_every_cell_is_saved_as_it_comes() -> None:
 # -- inputs ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("routing", kernels.ROUTINGS)
+@pytest.mark.parametrize("routing", kernel_inputs.ROUTINGS)
 def test_inputs_are_fresh_ids_are_unique_in_a_row_and_weights_sum_to_one(routing: str) -> None:
     problem = Shape("s", 64, 8, 16, 16).problem("bf16", max_num_tokens=64)
-    first, second = (kernels.draw_inputs(problem, 64, routing, seed, CPU) for seed in (0, 1))
+    first, second = (kernel_inputs.draw_inputs(problem, 64, routing, seed, CPU) for seed in (0, 1))
     assert not torch.equal(first.hidden_states, second.hidden_states)
     ids = first.topk_ids
     assert ids is not None
@@ -200,8 +200,8 @@ def test_inputs_are_fresh_ids_are_unique_in_a_row_and_weights_sum_to_one(routing
 
 def test_calls_of_one_token_share_no_expert_until_all_were_read() -> None:
     problem = Shape("s", 64, 8, 16, 16).problem("bf16", max_num_tokens=1)
-    inputs = [kernels.draw_inputs(problem, 1, "uniform", seed, CPU) for seed in range(kernels.copies_of(1))]
-    kernels.spread_experts(inputs, 64)
+    inputs = [kernel_inputs.draw_inputs(problem, 1, "uniform", seed, CPU) for seed in range(kernel_inputs.copies_of(1))]
+    kernel_inputs.spread_experts(inputs, 64)
     chosen = [set(acts.topk_ids.flatten().tolist()) for acts in inputs if acts.topk_ids is not None]
     assert all(len(one) == 8 for one in chosen)
     assert len(set().union(*chosen[:8])) == 64
@@ -209,14 +209,14 @@ def test_calls_of_one_token_share_no_expert_until_all_were_read() -> None:
 
 def test_floor_counts_experts_hit_or_operations_whichever_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    shape = kernels.SHAPES[0]  # 128 experts of 3 x 2048 x 768
+    shape = kernel_inputs.SHAPES[0]  # 128 experts of 3 x 2048 x 768
     problem, cuda = shape.problem("bf16", max_num_tokens=1), torch.device("cuda", 0)
-    one = [kernels.draw_inputs(problem, 1, "uniform", 0, CPU)]
-    assert kernels.floor_us(shape, "bf16", one, cuda) == pytest.approx((8 * 3 * 2048 * 768 * 2 + 2048 * 4) / 4.55e12 * 1e6, abs=1e-3)
+    one = [kernel_inputs.draw_inputs(problem, 1, "uniform", 0, CPU)]
+    assert kernel_inputs.floor_us(shape, "bf16", one, cuda) == pytest.approx((8 * 3 * 2048 * 768 * 2 + 2048 * 4) / 4.55e12 * 1e6, abs=1e-3)
     many = [MoEActivationPack(hidden_states=torch.empty(16384, 0), topk_ids=torch.arange(128)[None], topk_weights=torch.empty(0))]
-    assert kernels.floor_us(shape, "bf16", many, cuda) == pytest.approx(2 * 16384 * 8 * 3 * 2048 * 768 / 679e12 * 1e6, abs=1e-2)
+    assert kernel_inputs.floor_us(shape, "bf16", many, cuda) == pytest.approx(2 * 16384 * 8 * 3 * 2048 * 768 / 679e12 * 1e6, abs=1e-2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H20")
-    assert kernels.floor_us(shape, "bf16", one, cuda) is None
+    assert kernel_inputs.floor_us(shape, "bf16", one, cuda) is None
 
 
 # -- the judge ------------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ ABLE = {"vllm_triton": ["bf16", "fp8"], "vllm_deepgemm": ["fp8"], "torch_grouped
 
 def made_up(ratio: float = 1.5) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A table as it should be."""
-    error = dict.fromkeys(kernels.ROUTINGS, 0.003)
+    error = dict.fromkeys(kernel_inputs.ROUTINGS, 0.003)
     rows = []
     for dtype, peers in (("bf16", ("vllm_triton", "torch_grouped_mm")), ("fp8", ("vllm_triton", "vllm_deepgemm"))):
         for mode, tokens in (("cuda_graph", 1), ("cuda_graph", 64), ("eager", 1)):
@@ -294,7 +294,7 @@ def test_a_ladder_without_its_times_is_refused() -> None:
         ((0, "bf16"), {"ratio": 0.97, "peer_us": 9.7}, "bf16: every graph cell against vLLM's best"),
         ((0, "bf16"), {"ratio": 1.29, "peer_us": 12.9}, "bf16: geometric mean at one token"),
         ((64, "fp8"), {"floor_us": 7.9}, "fp8: over the floor, 4 to 256 tokens, geometric mean"),
-        ((0, "bf16"), {"ours_error": dict.fromkeys(kernels.ROUTINGS, 0.0031)}, "bf16: errors no larger than the peers'"),
+        ((0, "bf16"), {"ours_error": dict.fromkeys(kernel_inputs.ROUTINGS, 0.0031)}, "bf16: errors no larger than the peers'"),
     ],
 )
 def test_one_cell_that_misses_its_bar_is_told(where: tuple[int, str], change: dict[str, Any], bar: str) -> None:
@@ -402,8 +402,8 @@ def test_torchs_own_products_are_a_right_peer() -> None:
 
 def test_the_command_resumes_merges_and_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """`--device cpu` times eager calls of one token alone; the shapes are replaced by one that a CPU can do."""
-    monkeypatch.setattr(kernels, "SHAPES", (TINY,))
-    monkeypatch.setattr(kernels, "EAGER_TOKENS", (1,))
+    monkeypatch.setattr(kernel_inputs, "SHAPES", (TINY,))
+    monkeypatch.setattr(kernel_inputs, "EAGER_TOKENS", (1,))
     file = tmp_path / "rows.json"
     arguments = ["bench", "kernels", "--device", "cpu", "--peers", "vllm,torch", "--dtypes", "bf16", "--tokens", "1", "--tune", "cells"]
     assert main([*arguments, "--json", str(file)]) == 0

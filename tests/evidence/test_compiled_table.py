@@ -14,7 +14,7 @@ import triton
 from moe_dist_kernels import ahead, is_interpreted
 
 from moe_dist.backends.triton import kernel_variants
-from moe_dist.bench.kernels import SHAPES, TOKENS
+from moe_dist.bench.kernel_inputs import SHAPES, TOKENS
 
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="interpreted kernels can't be compiled")
 TABLE = json.loads((Path(__file__).parents[2] / "docs/evidence/kernels-compiled.json").read_text())

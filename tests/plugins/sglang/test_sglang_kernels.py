@@ -12,7 +12,7 @@ import torch
 from sglang_stand_ins import layer_of, method_of
 
 import moe_dist as md
-from moe_dist.bench.kernels import SHAPES, Shape
+from moe_dist.bench.kernel_inputs import SHAPES, Shape
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.usefixtures("published")]
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import moe_dist as md
-from moe_dist.bench import kernels, peers
+from moe_dist.bench import kernel_inputs, peers
 from moe_dist.operation import MoEOperation, make_random_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-SHAPE = kernels.Shape("small", 8, 2, 128, 128, ("fp16", "fp8"))
+SHAPE = kernel_inputs.Shape("small", 8, 2, 128, 128, ("fp16", "fp8"))
 
 
 class Card:
@@ -54,7 +54,7 @@ def test_the_peer_computes_the_layer_in_memory_of_its_own(monkeypatch: pytest.Mo
     monkeypatch.setattr(fused_moe_triton_config, "get_device_name", lambda: "no card")
     problem = SHAPE.problem(dtype, max_num_tokens=8)
     operation = MoEOperation(problem, make_random_weights(problem, 0, 0, torch.device("cpu")), torch.device("cpu"))
-    acts = kernels.draw_inputs(problem, 40, "skewed", 0, torch.device("cpu"))
+    acts = kernel_inputs.draw_inputs(problem, 40, "skewed", 0, torch.device("cpu"))
     before = acts.hidden_states.clone()
     with contextlib.ExitStack() as open_until:
         (peer,) = peers._open_sglang(Card(), 40, open_until)  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def test_the_peer_computes_the_layer_in_memory_of_its_own(monkeypatch: pytest.Mo
         out = peer.bind(operation.layer)(acts)
     assert torch.equal(acts.hidden_states, before)
     assert out.data_ptr() != acts.hidden_states.data_ptr()
-    assert kernels.error_of(out, kernels.truth_of(operation.layer, acts)) < 0.01
+    assert kernel_inputs.error_of(out, kernel_inputs.truth_of(operation.layer, acts)) < 0.01
 
 
 def test_what_the_peer_is_not_called_for() -> None:
