@@ -50,12 +50,15 @@ CAP = timedelta(minutes=20)
 REQUEST_TIMEOUT = timedelta(seconds=15)
 # Polling starts here and slows down, so that ranks that wait take no CPU from ranks that measure.
 _POLL_S, _SLOWEST_POLL_S = 0.001, 0.02
-_POLLS_PER_S = 20_000  # of a whole group at its slowest: one server answers them all
-_LOOK_AROUND_S = 0.25  # how often a waiting rank looks at the verdict and at its peers' progress
+_LOOK_AROUND_S = 0.25  # how often a waiting rank looks at the verdict and at who watches
+_LOOK_REQUESTS = 2  # that this takes
+_REQUESTS_PER_S = 20_000  # of a whole group that waits, a quarter of them looks: one server answers them all
+_HEIR_LOOKS = 4  # without a word of the rank that watches, after which another does
 _PROGRESS_EVERY_S = 0.2
 _INLINE = 256  # a word of more bytes is said by its digest first
 WORDS_A_REQUEST = 64  # that the leader reads
 _VERDICT = "verdict"
+_CLOSED = b"closed"  # instead of a count of progress
 _ERRORS: dict[str, type[TuningError]] = {
     kind.__name__: kind for kind in (RankLost, RankWithdrawn, PassAborted, SettingsDiffer, CallsDiffer, NothingRunnable)
 }
@@ -142,6 +145,16 @@ def require_one_version(versions: Sequence[str], names: Sequence[int]) -> None:
         )  # fmt: skip
 
 
+@dataclasses.dataclass
+class _Watch:
+    """Who watches in one wait, as one rank sees it. said: the last word of who does; since: when this rank first read it."""
+
+    key: str
+    said: str = ""
+    since: float = 0.0
+    words: int = 0  # of this rank's own
+
+
 def waited_for(spoken: Collection[int], rank: int, size: int) -> list[int]:
     """Who keeps a step from ending, as `rank` sees it: those without a word; once all have spoken, the leader that has not
     published them; for the leader itself then nobody."""
@@ -214,6 +227,10 @@ class RankGroup:
         self._step, self._call = 0, ""
         self._progress, self._progress_sent = 0, 0.0
         self._garbage: list[str] = []
+        # Ranks that began to wait together don't ask together.
+        spread = 0.75 + 0.5 * (rank * 0.618 % 1)
+        self._slowest_poll_s = spread * max(_SLOWEST_POLL_S, size / (0.75 * _REQUESTS_PER_S))
+        self._look_s = spread * max(_LOOK_AROUND_S, _LOOK_REQUESTS * size / (0.25 * _REQUESTS_PER_S))
         self._open = False
         self._closed = False
 
@@ -320,7 +337,8 @@ class RankGroup:
             self._garbage.append(body)
         wanted = {head: rank for head, rank in senders.items() if head != own and (reads is None or rank in reads)}
         if wanted:
-            self._await([self._body(rank) for rank in wanted.values()], step, lambda: self._unsent(wanted.values()))
+            bodies = [self._body(rank) for rank in wanted.values()]
+            self._await(bodies, step, "bytes", lambda: self._unsent(senders.values()), moving=True)
             known |= {head: self._get(self._body(rank)) for head, rank in wanted.items()}
         return [known.get(head, b"") for head in heads]
 
@@ -343,22 +361,22 @@ class RankGroup:
         """All ranks say something, and all get what the leader concludes from it."""
         name, place = self._next_step(), f"{self._call}, step {step}"
         own, all_words = self._key(f"{name}/{self.rank}"), self._key(f"{name}/all")
+        former, self._garbage = self._garbage, [own, all_words] if self.is_leader else [own]
         self._ask(lambda: self._store.set(own, msgpack.packb([place, said])))
         if self.is_leader:
             keys = [self._key(f"{name}/{rank}") for rank in range(self.size)]
-            self._await(keys, step, lambda: self._silent(name))
+            self._await(keys, step, "words", lambda: self._silent(name))
             words = [msgpack.unpackb(word) for word in self._get_many(keys)]
             places = [place for place, _ in words]
             differ = len(set(places)) > 1
             met = msgpack.packb([places, b""] if differ else [[], conclude([word for _, word in words])])
             self._ask(lambda: self._store.set(all_words, met))
         else:
-            self._await([all_words], step, lambda: self._silent(name))
+            self._await([all_words], step, "words", lambda: self._silent(name))
             met = self._get(all_words)
         # Whoever holds this step's words knows that all have read the last step's: those can go.
-        for key in self._garbage:
+        for key in former:
             self._ask(lambda key=key: self._store.delete_key(key))  # type: ignore[misc]
-        self._garbage = [own, all_words] if self.is_leader else [own]
         met_in, concluded = msgpack.unpackb(met)
         require_one_step(met_in, self.names)
         return bytes(concluded)
@@ -371,14 +389,14 @@ class RankGroup:
         if self.size > 1 and not self.dead and not self._closed and (force or now - self._progress_sent >= _PROGRESS_EVERY_S):
             self._progress_sent = now
             count = str(self._progress).encode()
-            self._ask(lambda: self._store.set(f"{self._base}/progress/{self.rank}", count))
+            self._ask(lambda: self._store.set(self._progress_of(self.rank), count))
 
     def commit(self, table_digest: str) -> None:
         """Close the pass on `table_digest`: the leader compares and sets the one key, the others adopt what it says."""
         if self.is_leader:
             verdict = self._decide(Verdict(committed=table_digest))
         else:
-            self._await([self._key(_VERDICT)], "commit", lambda: [0], verdict=True)
+            self._await([self._key(_VERDICT)], "commit", "commit", lambda: [0], verdict=True)
             verdict = self._read_verdict()
         self._open = False
         error = why_not_served(verdict, table_digest, self._pass, self.names[self.rank])
@@ -433,7 +451,7 @@ class RankGroup:
         if not self._closed:
             if self._attachment and self.size > 1 and not self.dead:
                 with contextlib.suppress(RendezvousLost):
-                    self._ask(lambda: self._store.set(self._farewell(self.rank), b""))
+                    self._ask(lambda: self._store.set(self._progress_of(self.rank), _CLOSED))
             self.release()
             self._closed = True
             self._requests.close()
@@ -478,19 +496,31 @@ class RankGroup:
         parts = [keys[at : at + WORDS_A_REQUEST] for at in range(0, len(keys), WORDS_A_REQUEST)]
         return [bytes(value) for part in parts for value in self._ask(lambda part=part: self._store.multi_get(part))]  # type: ignore[misc]
 
-    def _await(self, keys: list[str], step: str, missing: Callable[[], list[int]], *, verdict: bool = False) -> None:
-        """Until all `keys` are there. missing: the ranks that are waited for. verdict: what is awaited is the pass's end itself.
+    def _absent(self, keys: Sequence[str]) -> list[str]:
+        """Those of `keys` that are not there, by halves: few requests where few are missing, two for each key at most."""
+        if not keys or self._ask(lambda: self._store.check(list(keys))):
+            return []
+        half = len(keys) // 2
+        return self._absent(keys[:half]) + self._absent(keys[half:]) if half else list(keys)
 
+    def _await(
+        self, keys: list[str], step: str, wait: str, missing: Callable[[], list[int]], *, moving: bool = False, verdict: bool = False
+    ) -> None:
+        """Until all `keys` are there. wait: for what; in one step, the same on all ranks that are in it. missing: the ranks that are
+        waited for. moving: peers may wait for this rank meanwhile, without blame. verdict: what is awaited is the pass's end itself.
+
+        One of the ranks that wait watches for all (`_watches`): it alone asks who is missing and who moves. Else each would ask about each.
         Raises what the verdict says, or decides that ranks are lost.
         """
         seen: dict[int, tuple[bytes, float]] = {}
+        watch = _Watch(self._key(f"{self._step:06d}/watch/{wait}"))
         looked = time.monotonic()
         pause = _POLL_S
         while not self._ask(lambda: self._store.check(keys)):
             time.sleep(pause)
-            pause = min(pause * 1.5, max(_SLOWEST_POLL_S, self.size / _POLLS_PER_S))
+            pause = min(pause * 1.5, self._slowest_poll_s)
             now = time.monotonic()
-            if now - looked < _LOOK_AROUND_S:
+            if now - looked < self._look_s:
                 continue
             looked = now
             if self._present(self._key(_VERDICT)):
@@ -499,14 +529,44 @@ class RankGroup:
                     return
                 self._open = False
                 self._die_of(self._read_verdict())
+            if moving:
+                self.progress()
+            over_cap = now - self._pass_start > self._cap
+            if not self._watches(watch, over_cap=over_cap):
+                continue
             self._require_one_version()
             waited = missing()
-            if gone := [rank for rank in waited if self._present(self._farewell(rank))]:
+            counts = self._progress_counts(waited)
+            if gone := [rank for rank in waited if counts[rank] == _CLOSED]:
                 self._go_without(gone, step)
                 continue
-            stale = [rank for rank in waited if now - self._last_moved(rank, seen) > self._progress_timeout]
-            if waited and (stale or now - self._pass_start > self._cap):
+            # Since when each stands still, by this rank's clock: from when it first waited for it. The leader, for one, is
+            # waited for only once all have spoken, however long that took.
+            now = time.monotonic()
+            seen.update({rank: (count, now) for rank, count in counts.items() if rank not in seen or seen[rank][0] != count})
+            stale = [rank for rank in waited if now - seen[rank][1] > self._progress_timeout]
+            if waited and (stale or over_cap):
                 self._lose(stale or waited, step, over_cap=not stale)
+
+    def _watches(self, watch: _Watch, *, over_cap: bool) -> bool:
+        """Whether this rank watches for those that wait with it: it goes on, or begins where none does, where the one that did has
+        said nothing for a while, or where this rank is over its cap, which for one of them is enough."""
+        watch.words += 1
+        mine = f"{self.rank} {watch.words}{' over' * over_cap}"
+        watched = watch.said.startswith(f"{self.rank} ")
+        said = self._exchange_watch(watch.key, watch.said if watched else "", mine)
+        now = time.monotonic()
+        if moved := said != watch.said:
+            watch.said, watch.since = said, now
+        quiet = now - watch.since > max(_HEIR_LOOKS * self._look_s, self._progress_timeout / 8)
+        if (not moved or not said.endswith(" over")) if over_cap else quiet:
+            watch.said, watch.since = self._exchange_watch(watch.key, said, mine), now
+        if watch.said == mine and not watched:
+            self._garbage.append(watch.key)
+        return watch.said == mine
+
+    def _exchange_watch(self, key: str, expected: str, mine: str) -> str:
+        return bytes(self._ask(lambda: self._store.compare_set(key, expected, mine))).decode()
 
     def _require_one_version(self) -> None:
         """SettingsDiffer, the same on all ranks, once all have said their version."""
@@ -517,30 +577,29 @@ class RankGroup:
 
     def _silent(self, name: str) -> list[int]:
         """The ranks that this one waits for in step `name`."""
-        spoken = [rank for rank in range(self.size) if rank != self.rank and self._present(self._key(f"{name}/{rank}"))]
-        return waited_for(spoken, self.rank, self.size)
-
-    def _farewell(self, rank: int) -> str:
-        """Where `rank` says that it has closed, in whichever pass it is missed."""
-        return f"{self._base}/closed/{rank}"
+        words = {self._key(f"{name}/{rank}"): rank for rank in range(self.size) if rank != self.rank}
+        silent = {words[key] for key in self._absent(list(words))}
+        return waited_for([rank for rank in words.values() if rank not in silent], self.rank, self.size)
 
     def _body(self, rank: int) -> str:
         """Where the bytes of `rank`'s long word lie, in the current step."""
         return self._key(f"{self._step:06d}/bytes/{rank}")
 
     def _unsent(self, senders: Iterable[int]) -> list[int]:
-        return [rank for rank in senders if not self._present(self._body(rank))]
+        bodies = {self._body(rank): rank for rank in senders}
+        return [bodies[key] for key in self._absent(list(bodies))]
 
-    def _last_moved(self, rank: int, seen: dict[int, tuple[bytes, float]]) -> float:
-        """When this rank last saw `rank`'s progress counter change, by its own clock; at first, when it first waited for `rank`.
+    def _progress_of(self, rank: int) -> str:
+        """Where `rank` shows that it moves, and in the end that it has closed, in whichever pass it is missed."""
+        return f"{self._base}/progress/{rank}"
 
-        The leader, for one, is waited for only once all have spoken, however long that took.
-        """
-        key = f"{self._base}/progress/{rank}"
-        count = self._get(key) if self._present(key) else b""
-        if rank not in seen or seen[rank][0] != count:
-            seen[rank] = (count, time.monotonic())
-        return seen[rank][1]
+    def _progress_counts(self, ranks: Sequence[int]) -> dict[int, bytes]:
+        """How far each has moved, b"": it has not begun."""
+        places = {self._progress_of(rank): rank for rank in ranks}
+        counts = dict.fromkeys(ranks, b"")
+        absent = set(self._absent(list(places)))
+        began = [key for key in places if key not in absent]
+        return counts | {places[key]: count for key, count in zip(began, self._get_many(began), strict=True)}
 
     def _lose(self, ranks: list[int], step: str, *, over_cap: bool) -> None:
         why = f"the pass outlasted its cap of {self._cap:.0f} s" if over_cap else f"no progress for {self._progress_timeout:.0f} s"

@@ -34,7 +34,7 @@ from moe_dist.tuning.search import Race
 
 GUARDS = (
     "first verdict stands", "deadline", "serve what was committed", "words carry their run", "second look", "digests compared",
-    "bytes stay for a step",
+    "bytes stay for a step", "watch passes on",
 )  # fmt: skip
 CELL = Cell(Problem.of("modelled"), "eager", Bucket(1, 1))
 PLAIN, QUICK = Tactic.of("plain"), Tactic.of("quick")
@@ -47,6 +47,7 @@ GONE = b"gone"
 class Model:
     """looks: after so many looks around in a pass a rank has reached its cap. crashes, restarts: at most so many.
     stragglers: a restart may come while ranks of the former run still go on; else only when all have ended.
+    watch: of the ranks in one wait the one that watches may lose patience, and another once that one is thought gone; else any.
     raises: the rank that leaves by an exception instead of saying its times. deviates: the rank that picks another winner.
     With HIT_STEPS rank 0 alone holds an entry, so that words differ and are long: their bytes follow their digests."""
 
@@ -56,6 +57,7 @@ class Model:
     crashes: int = 1
     restarts: int = 0
     stragglers: bool = True
+    watch: bool = False
     raises: int | None = None
     deviates: int | None = None
     without: frozenset[str] = frozenset()
@@ -84,6 +86,7 @@ class Board:
     published: tuple[tuple[bytes, ...] | None, ...]
     sent: tuple[tuple[bytes | None, ...], ...]
     verdict: Verdict | None = None
+    watch: tuple[tuple[tuple[int, str], int], ...] = ()  # (step, what is waited for): who watches
 
 
 State = tuple[tuple[Rank, ...], tuple[Board, ...], int]  # ranks, a board for each run, crashes
@@ -261,10 +264,18 @@ def _request(model: Model, rank: Rank, board: Board) -> Iterator[tuple[str, Rank
 
 def _patience(model: Model, rank: Rank, board: Board, missing: list[int], back: str) -> Iterator[tuple[str, Rank, Board]]:
     """After a look: wait on, or lose patience with `missing`. At the cap there is no waiting on."""
+    wait, capped = (len(rank.heard), back), rank.looks >= model.looks
+    watcher = dict(board.watch).get(wait, rank.index)
+    if model.watch:
+        if watcher != rank.index and (not capped or "watch passes on" in model.without):
+            yield "sees another watch", dataclasses.replace(rank, phase=back, looks=rank.looks + 1), board
+        if watcher != rank.index and "watch passes on" in model.without:
+            return
+        board = dataclasses.replace(board, watch=tuple(sorted((dict(board.watch) | {wait: rank.index}).items())))
     if not missing:
         yield "waits for nobody", dataclasses.replace(rank, phase=back), board
         return
-    if rank.looks < model.looks or "deadline" in model.without:
+    if not capped or "deadline" in model.without:
         yield "waits", dataclasses.replace(rank, phase=back, looks=rank.looks + 1), board
     if "deadline" not in model.without:
         message = f"rank {missing} lost at {len(rank.heard)}"

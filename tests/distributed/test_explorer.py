@@ -37,6 +37,9 @@ SHORT = ("measure", "decide")
         (Model(3, ("decide",), looks=1, crashes=2), 10_000),
         (Model(3, SHORT, looks=1, raises=2), 800),
         (Model(3, SHORT, looks=1, deviates=2), 20_000),
+        # One of those that wait watches for all; any may crash or be thought gone while it does.
+        (Model(2, looks=1, watch=True), 5_000),
+        (Model(3, ("decide",), looks=1, watch=True), 10_000),
     ],
 )
 def test_every_order_keeps_the_invariants(model: Model, states: int) -> None:
@@ -53,7 +56,13 @@ def test_every_order_keeps_the_invariants(model: Model, states: int) -> None:
 
 @pytest.mark.parametrize(
     ("model", "walks"),
-    [(Model(3, restarts=1, crashes=2), 150), (Model(8, crashes=3), 40), (Model(8, raises=5), 20), (Model(8, deviates=3), 20)],
+    [
+        (Model(3, restarts=1, crashes=2), 150),
+        (Model(8, crashes=3), 40),
+        (Model(8, crashes=3, watch=True), 20),
+        (Model(8, raises=5), 20),
+        (Model(8, deviates=3), 20),
+    ],
 )
 def test_random_orders_of_more_ranks_keep_the_invariants(model: Model, walks: int) -> None:
     found = wander(model, random.Random(7), walks)
@@ -70,6 +79,7 @@ def test_random_orders_of_more_ranks_keep_the_invariants(model: Model, walks: in
         ("second look", {}, "two survivors serve different tables"),
         ("digests compared", {"deviates": 1}, "two survivors serve different tables"),
         ("bytes stay for a step", {"steps": HIT_STEPS}, "the bytes of agree-1 are gone before rank 1 of run 0 has read them"),
+        ("watch passes on", {"steps": ("decide",), "looks": 1, "watch": True}, "a rank waits past its cap"),
         ("words carry their run", {"steps": ("decide",), "looks": 1, "restarts": 1}, "a late word or verdict ended a pass with PassAborted"),
     ],
 )  # fmt: skip

@@ -412,7 +412,7 @@ class _ClosedBeside:
         return getattr(self._store, name)
 
     def check(self, keys: list[str]) -> bool:
-        if "/closed/" in keys[0]:
+        if keys and "/progress/" in keys[0]:
             self._meanwhile()
         return bool(self._store.check(keys))
 
@@ -533,6 +533,118 @@ def test_the_leader_is_not_blamed_for_the_time_that_another_rank_took(make: Make
         return rank.exchange("agree", b"%d" % rank.rank)
 
     assert results(together([leader, *others], talk)) == [[b"0", b"1", b"2"]] * 3
+
+
+class _Requests:
+    """A rank's view of the rendezvous that counts its requests and, of these, the looks around."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.requests, self.looks = store, 0, 0
+
+    def clone(self) -> _Requests:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*args: Any) -> Any:
+            self.requests += name != "has_extended_api"
+            self.looks += name == "check" and args[0][0].endswith("/verdict")
+            return getattr(self._store, name)(*args)
+
+        return request
+
+
+def test_waiting_for_a_late_rank_costs_each_rank_a_few_requests_a_look_however_many_they_are(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank of 32 speaks when all others have looked around four times. Each asking about each would be 30 requests a look."""
+    monkeypatch.setattr(module, "_POLL_S", 0.1)  # a few polls a look, so that they hide nothing
+    monkeypatch.setattr(module, "_SLOWEST_POLL_S", 0.1)
+    size, store = 32, HashStore()
+    views = [_Requests(store) for _ in range(size)]
+    ranks = [make(1, view, of=size, first=rank, progress=60.0, cap=120.0, version="9.1")[0] for rank, view in enumerate(views)]
+    before = [view.requests for view in views]
+
+    def talk(rank: RankGroup) -> bytes:
+        rank.begin_pass()
+        deadline = time.monotonic() + 60
+        while rank.rank == size - 1 and min(view.looks for view in views[:-1]) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return rank.reduce("measure", b"x", lambda words: b"all")
+
+    assert results(together(ranks, talk)) == [b"all"] * size
+    looks, requests = sum(view.looks for view in views), sum(view.requests - start for view, start in zip(views, before, strict=True))
+    assert requests < 10 * looks + 12 * size, f"{requests} requests in {looks} looks"
+
+
+class _Frozen:
+    """A rank's view of the rendezvous: the first rank of all that watches for the others gets no further until it is let go."""
+
+    def __init__(self, store: Any, frozen: list[Any], go: threading.Event) -> None:
+        self._store, self._frozen, self._go = store, frozen, go
+
+    def clone(self) -> _Frozen:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> Any:
+        said = self._store.compare_set(key, expected, desired)
+        if "/watch/" in key and not self._frozen and bytes(said).decode() == desired:
+            self._frozen.append(self)
+            self._go.wait(60)
+        return said
+
+
+def test_another_rank_watches_when_the_one_that_did_is_stopped(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REQUEST_TIMEOUT", timedelta(seconds=60))
+    store, go, frozen = HashStore(), threading.Event(), list[Any]()
+    views = [_Frozen(store, frozen, go) for _ in range(3)]
+    ranks = [make(1, view, of=4, first=rank, cap=60.0)[0] for rank, view in enumerate(views)]
+    opened(ranks)
+    with ThreadPoolExecutor(3) as pool:
+        ends = [pool.submit(rank.exchange, "agree", b"") for rank in ranks]
+        deadline = time.monotonic() + 30
+        while sum(end.done() for end in ends) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        waiting = [view for view, end in zip(views, ends, strict=True) if not end.done()]
+        go.set()
+        errors = [end.exception(30) for end in ends]
+    assert waiting == frozen, "the others end without it"
+    assert [(type(error), str(error)) for error in errors] == [(RankLost, "rank 3 lost in pass 1, step agree: no progress for 1 s")] * 3
+
+
+class _SlowToSend:
+    """A rank's view of the rendezvous: the bytes of its long word take a while to get there, and it moves meanwhile."""
+
+    def __init__(self, store: Any, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+
+    def clone(self) -> _SlowToSend:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: Any) -> None:
+        for moved in range(int(self._seconds / 0.3) if "/bytes/" in key else 0):
+            time.sleep(0.3)
+            self._store.set(key.replace("/1/000001/bytes/", "/progress/"), f"sending {moved}")
+        self._store.set(key, value)
+
+
+def test_a_rank_that_waits_for_the_bytes_of_a_word_is_not_blamed_by_ranks_that_need_none(make: Make) -> None:
+    """Rank 1 sends for 3 s what rank 2 needs; ranks 0 and 3 are in the next step, where both are missing, for longer than the timeout."""
+    store = HashStore()
+    ranks = [make(1, _SlowToSend(store, 3.0) if rank == 1 else store, of=4, first=rank, progress=1.5)[0] for rank in range(4)]
+
+    def talk(rank: RankGroup) -> list[bytes]:
+        rank.begin_pass()
+        rank.exchange("hits", b"entry" * 100 if rank.rank == 1 else b"", reads={1} if rank.rank == 2 else set())
+        return rank.exchange("agree", b"")
+
+    assert results(together(ranks, talk)) == [[b""] * 4] * 4
 
 
 def test_a_leader_whose_words_have_all_come_waits_for_nobody(make: Make) -> None:
