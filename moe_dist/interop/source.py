@@ -14,7 +14,10 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """module: below the package, with dots. symbol: a name, or Class.name. parameters: those that a function must have, in this order."""
+    """module: below the package, with dots. symbol: a name, or Class.name, which may be what its methods set on self.
+
+    parameters: those that a function must have, in this order.
+    """
 
     module: str
     symbol: str
@@ -56,7 +59,12 @@ def _parse(module: Path) -> ast.Module | None:
 def _find(tree: ast.Module, symbol: str) -> ast.stmt | None:
     body, node = tree.body, None
     for part in symbol.split("."):
+        owner = node
         node = next((statement for statement in _flat(body) if part in _names(statement)), None)
+        if node is None and isinstance(owner, ast.ClassDef):
+            node = next(
+                (statement for statement in ast.walk(owner) if isinstance(statement, ast.stmt) and part in _set_on_self(statement)), None
+            )
         if node is None:
             return None
         body = node.body if isinstance(node, ast.ClassDef) else []
@@ -82,6 +90,15 @@ def _names(statement: ast.stmt) -> set[str]:
     if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
         return {statement.target.id}
     return set()
+
+
+def _set_on_self(statement: ast.stmt) -> set[str]:
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target] if isinstance(statement, ast.AnnAssign) else []
+    return {
+        target.attr
+        for target in targets
+        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
+    }
 
 
 def _parameters(node: ast.stmt) -> tuple[str, ...]:

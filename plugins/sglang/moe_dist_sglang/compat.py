@@ -40,9 +40,10 @@ NEEDS = (
     Need(f"{MOE}.utils", "resolve_moe_runner_backend"),
     *_method(UNQUANTISED),
     *_method(FP8),
-    Need(f"{MOE}.token_dispatcher.standard", "_keeps_global_expert_ids", ("backend",)),
+    Need(f"{MOE}.token_dispatcher.standard", "StandardDispatcher.__init__", ("self", "moe_runner_config")),
+    Need(f"{MOE}.token_dispatcher.standard", "StandardDispatcher.skip_local_expert_mapping"),
     Need("srt.model_executor.model_runner", "ModelRunner.load_model", ("self",)),
-    Need("srt.model_executor.runner.base_runner", "BaseRunner._warmup", ("self",)),
+    Need("srt.model_executor.runner.base_runner", "BaseRunner.warmup", ("self",)),
     Need("srt.runtime_context", "get_flags"),
     Need("srt.runtime_context", "MoeFlags.runner_backend"),
     # layers.py
@@ -54,7 +55,7 @@ NEEDS = (
     *_members(
         f"{MOE}.moe_runner.base", "MoeRunnerConfig", "num_experts", "top_k", "num_fused_shared_experts", "params_dtype", "hidden_size",
         "intermediate_size_per_partition", "activation", "is_gated", "apply_router_weight_on_input", "no_combine",
-        "no_combine_keep_router_weight", "inplace", "routed_scaling_factor", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit",
+        "inplace", "routed_scaling_factor", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit",
         "swiglu_limit", "gate_up_interleaved",
     ),
     *_members(
@@ -91,7 +92,7 @@ SGLANG = Framework(
     allow="SGLANG_PLUGINS",
     empty_allows=True,
     needs=NEEDS,
-    tested="0.5.23",
+    tested="0.5.20 to 0.5.23",
     patched="the names of --moe-runner-backend; the runners of unquantised and fp8 layers; load_model, which binds; the warm-up, which tunes first",
     refused="mxfp8 and 4-bit weights, --moe-a2a-backend, LoRA, EPLB, --enable-torch-compile",
 )

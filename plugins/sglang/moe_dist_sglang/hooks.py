@@ -57,6 +57,7 @@ def create_moe_runner(original: Hook, method: Any, layer: Any, moe_runner_config
         return
     method.moe_runner_config = moe_runner_config
     method.runner = MoeRunner(get_moe_runner_backend(), moe_runner_config)
+    moe_runner_config.runner_backend = get_moe_runner_backend()  # as SGLang does next itself from 0.5.23 on
 
 
 def apply(original: Hook, method: Any, layer: Any, dispatch_output: Any) -> Any:
@@ -66,9 +67,12 @@ def apply(original: Hook, method: Any, layer: Any, dispatch_output: Any) -> Any:
     return runner.run(dispatch_output, method.get_triton_quant_info(layer))
 
 
-def keeps_global_expert_ids(original: Hook, backend: Any) -> bool:
+def make_dispatcher(original: Hook, dispatcher: Any, moe_runner_config: Any) -> None:
     """Ids reach our core as the model's: it knows each rank's experts itself, in every format of the router's output."""
-    return (backend is not None and backend.value == NAME) or bool(original(backend))
+    original(dispatcher, moe_runner_config)
+    backend = getattr(moe_runner_config, "runner_backend", None)
+    if backend is not None and backend.value == NAME:
+        dispatcher.skip_local_expert_mapping = True
 
 
 def load_model(original: Hook, model_runner: Any) -> None:
@@ -87,7 +91,7 @@ PLACES: dict[str, Hook] = {
     f"sglang.{UNQUANTISED}.apply": apply,
     f"sglang.{FP8}.create_moe_runner": create_moe_runner,
     f"sglang.{FP8}.apply": apply,
-    "sglang.srt.layers.moe.token_dispatcher.standard._keeps_global_expert_ids": keeps_global_expert_ids,
+    "sglang.srt.layers.moe.token_dispatcher.standard.StandardDispatcher.__init__": make_dispatcher,
     "sglang.srt.model_executor.model_runner.ModelRunner.load_model": load_model,
-    "sglang.srt.model_executor.runner.base_runner.BaseRunner._warmup": warmup,
+    "sglang.srt.model_executor.runner.base_runner.BaseRunner.warmup": warmup,
 }

@@ -68,7 +68,8 @@ class MoEDistRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
             return self._native.serve(dispatch_output, quant_info, runner_config)
         x_TH = dispatch_output.hidden_states.contiguous()
         weights_TK, ids_TK = routing(dispatch_output.topk_output)
-        if runner_config.no_combine and not runner_config.no_combine_keep_router_weight:
+        # Before 0.5.23 no model of SGLang's asks for weighted rows.
+        if runner_config.no_combine and not getattr(runner_config, "no_combine_keep_router_weight", False):
             weights_TK = torch.ones_like(weights_TK)
         elif self._scale != 1.0:
             weights_TK = weights_TK * self._scale

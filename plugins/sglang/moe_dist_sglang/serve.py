@@ -41,7 +41,9 @@ def attach(model_runner: Any) -> None:
             continue
         method, core = layer.quant_method, getattr(layer.runner, "runner_core", None)
         if not isinstance(core, MoEDistRunnerCore) or layer.runner is not method.runner:
-            reason = f"{name}: {why_not(layer, method) or f'SGLang gave it the runner {layer.runner_backend}'}"
+            reason = (
+                f"{name}: {why_not(layer, method) or f'SGLang gave it the runner {layer.runner.runner_backend if layer.runner else None}'}"
+            )
             if settings.unserved == "error":
                 raise unserved(reason)
             log.warning("not served by moe_dist: %s", reason)

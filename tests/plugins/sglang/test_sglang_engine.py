@@ -143,3 +143,13 @@ def test_a_layer_with_another_runner_ends_start_up(tmp_path: Path, model: Path) 
     assert ended.returncode != 0
     assert "model.layers.1.mlp.experts: SGLang gave it the runner" in ended.log
     assert ended.counts == ()
+
+
+def test_an_option_that_is_not_served_ends_start_up_with_its_reason(tmp_path: Path, model: Path) -> None:
+    ended = run_engine(tmp_path, model, environment(tmp_path), enable_torch_compile=True)
+    assert not ended.results
+    assert ended.returncode != 0
+    assert (
+        "model.layers.0.mlp.experts: --enable-torch-compile would trace through moe_dist's choice of a tactic; leave it away" in ended.log
+    )
+    assert ended.counts == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,9 +44,7 @@ def test_a_layer_that_is_not_served_may_be_left_to_sglang(monkeypatch: pytest.Mo
     assert make_runner(monkeypatch, layer_of(activation="situ"), method_of()) == ["auto"]
 
 
-def test_a_layer_with_another_runner_keeps_sglang_s_way_and_its_own_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
+def test_a_layer_with_another_runner_keeps_sglang_s_way() -> None:
     from moe_dist_sglang import hooks
 
     def backend(name: str) -> Any:
@@ -65,7 +64,17 @@ def test_a_layer_with_another_runner_keeps_sglang_s_way_and_its_own_ids(monkeypa
     assert ran == []
     assert hooks.apply(original, method("moe_dist"), "layer", "rows") == "core's"
     assert ran == ["rows weights of layer"]
-    assert hooks.keeps_global_expert_ids(lambda given: False, backend("moe_dist"))
-    assert not hooks.keeps_global_expert_ids(lambda given: False, backend("triton"))
-    assert hooks.keeps_global_expert_ids(lambda given: True, backend("triton"))  # SGLang's own reason stands
-    assert not hooks.keeps_global_expert_ids(lambda given: False, None)
+
+
+@pytest.mark.parametrize(("runner", "skips"), [("moe_dist", True), ("triton", False), (None, False)])
+def test_ids_stay_the_model_s_where_our_core_runs(runner: str | None, skips: bool) -> None:
+    from moe_dist_sglang import hooks
+
+    def original(dispatcher: Any, config: Any) -> None:
+        dispatcher.skip_local_expert_mapping = False
+
+    dispatcher, config = SimpleNamespace(), SimpleNamespace(runner_backend=runner and SimpleNamespace(value=runner))
+    hooks.make_dispatcher(original, dispatcher, config)
+    assert dispatcher.skip_local_expert_mapping == skips
+    hooks.make_dispatcher(original, dispatcher, SimpleNamespace())  # before 0.5.23: a layer with a runner of SGLang's
+    assert not dispatcher.skip_local_expert_mapping
