@@ -382,11 +382,17 @@ class RankGroup:
         return bytes(concluded)
 
     def progress(self, *, force: bool = False) -> None:
-        """Show peers that this rank works: between passes, too, where they may wait for it in the next one already. Cheap; sent at most
+        """Show peers that this rank works: after a pass, too, where they may wait for it in the next one already. Cheap; sent at most
         five times a second. Only the working thread calls it."""
         self._progress += 1
         now = time.monotonic()
-        if self.size > 1 and not self.dead and not self._closed and (force or now - self._progress_sent >= _PROGRESS_EVERY_S):
+        if (
+            self._attachment
+            and self.size > 1
+            and not self.dead
+            and not self._closed
+            and (force or now - self._progress_sent >= _PROGRESS_EVERY_S)
+        ):
             self._progress_sent = now
             count = str(self._progress).encode()
             self._ask(lambda: self._store.set(self._progress_of(self.rank), count))

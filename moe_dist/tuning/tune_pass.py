@@ -48,7 +48,7 @@ class TunePass:
 
     serving: the epoch in force; arena: the symmetric memory that it was given. ahead: buckets of passes to come, whose candidates are
     compiled along with this pass's. published: store keys of the epochs that this tuner has published, to which this one's is added;
-    None: publish no epoch, a pass that completes it follows.
+    None: publish no epoch, a pass that completes it follows. explain: called on the leader before anything is measured.
     """
 
     def __init__(
@@ -68,10 +68,11 @@ class TunePass:
         adopt: Callable[[PassOutcome], None],
         ahead: Sequence[Bucket] = (),
         published: list[str] | None,
+        explain: Callable[[], None],
     ) -> None:
         self._settings, self._group, self._environment, self._records = settings, group, environment, records
         self._store, self._serving, self._memory, self._journal = store, serving, memory, journal
-        self._workspace_limit, self._on_progress, self._adopt = workspace_limit, on_progress, adopt
+        self._workspace_limit, self._on_progress, self._adopt, self._explain = workspace_limit, on_progress, adopt, explain
         self._arena, self._ahead, self._published = arena, ahead, published
         self._environments = [environment]
         self._started = time.monotonic()
@@ -87,6 +88,8 @@ class TunePass:
                 self._on_progress(ProgressEvent("agree"))
                 agreed = self._agree()
                 to_tune = [cell for cell in agreed.cells if cell.serve is None] if self._settings.measure else []
+                if to_tune and group.is_leader:
+                    self._explain()
                 rounds.lend_arena(to_tune)
                 compiled = self._compile_ahead(to_tune)
                 decided, entries = self._measure(to_tune)

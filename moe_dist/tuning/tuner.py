@@ -170,12 +170,6 @@ class Tuner:
             name = self._group.names[self._group.rank]
             with self._group.open_pass("run_pass"):  # all ranks raise it
                 raise PassAborted(f"rank {name}: {reason}", [name])
-        if measure and not self._explained and self._group.is_leader:
-            self._explained = True
-            with reporting(self.store, self._store_goes_on):  # the peers may wait for this rank in the pass already
-                reason = why_nothing_fits(self.store, self.environment)
-            if reason is not None:
-                log.warning("store %s %s", self.store.url, reason)
         policy = policy or self.policy
         settings = PassSettings(
             policy=policy, strategy=self._strategy, objective=self._objective, probe=self._probe, ladder=self.ladder, buckets=chosen,
@@ -185,7 +179,7 @@ class Tuner:
         tune_pass = TunePass(
             settings, self._group, self.environment, self._records, self.store, serving=self.epoch, arena=self.arena, memory=self._memory,
             journal=self._journal, workspace_limit=self._workspace_limit, on_progress=self._on_progress, adopt=self._adopt_outcome, ahead=ahead,
-            published=self._published if publish else None,
+            published=self._published if publish else None, explain=self._explain,
         )  # fmt: skip
         with reporting(self.store, self._store_goes_on):
             outcome = tune_pass.run()
@@ -249,6 +243,13 @@ class Tuner:
         if error is not None and not self._closed:
             self.withdraw(f"{type(error).__name__}: {first_line(error)}")
         self.close()
+
+    def _explain(self) -> None:
+        """Once: why a store that holds results has none for this environment."""
+        if not self._explained:
+            self._explained = True
+            if (reason := why_nothing_fits(self.store, self.environment)) is not None:
+                log.warning("store %s %s", self.store.url, reason)
 
     def _store_goes_on(self) -> None:
         """A store that is slow, and not dead, makes no rank a lost one."""

@@ -93,7 +93,7 @@ def _tune(rank: Rank, slow: str, quick: str) -> tuple[str, int, float]:
 
 @pytest.mark.timeout(300)
 def test_a_leader_that_lists_a_crowded_database_is_not_lost(crowded: RedisServer, tmp_path: Path) -> None:
-    """It lists twice: before the pass, whose first words its peer waits for then, and while the group decides."""
+    """It lists twice while its peer waits: to say why nothing that is there fits, and while the group decides."""
     with SlowEnd(crowded.port, DELAY_S) as slow:
         ended = run_ranks(
             _tune, 2, tmp_path, f"redis://127.0.0.1:{slow.port}?timeout=20", url_of(crowded), deadline=200.0
