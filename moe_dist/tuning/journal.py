@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ import platform
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from moe_dist.errors import DeviceLost
@@ -29,6 +30,7 @@ from moe_dist.errors import DeviceLost
 log = logging.getLogger("moe_dist.tuning")
 
 DEATHS_TO_QUARANTINE = 2
+_TIMING = "timing"  # begins the name of a file that marks one candidate after another
 
 
 class Journal:
@@ -45,30 +47,60 @@ class Journal:
     @contextlib.contextmanager
     def running(self, tactic_key: str) -> Iterator[None]:
         """Marks the candidate while the block runs. tactic_key: any string that names problem, bucket and tactic."""
-        path = self.folder / f"{_name(tactic_key)}-{uuid.uuid4().hex}"
+        with self._mark(_name(tactic_key)) as write:
+            write(tactic_key)
+            yield
+
+    @contextlib.contextmanager
+    def timing(self) -> Iterator[Callable[[str], None]]:
+        """Marks the candidate that was last named to what it gives: for windows of time, which are too many for a file each."""
+        with self._mark(_TIMING) as write:
+            yield write
+
+    @contextlib.contextmanager
+    def _mark(self, name: str) -> Iterator[Callable[[str], None]]:
+        """A file that holds the mark which was written last. It goes with the block, unless the process dies inside."""
+        path = self.folder / f"{name}-{uuid.uuid4().hex}"
+        mark, longest, handle = _Mark.now(""), 0, -1
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(dataclasses.asdict(_Mark.now(tactic_key))))
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
             self._warn(error)
+
+        def write(tactic_key: str) -> None:
+            nonlocal longest
+            if handle < 0:
+                return
+            text = json.dumps(vars(mark.again(tactic_key))).encode()
+            longest = max(longest, len(text))
+            try:
+                os.pwrite(handle, text.ljust(longest), 0)  # one write over the last mark: a death in between leaves the one or the other
+            except OSError as error:
+                self._warn(error)
+
         died = False
         try:
-            yield
+            yield write
         except DeviceLost:
             died = True  # the process ends for this candidate's sake: as good as a death inside the block
             raise
         finally:
+            if handle >= 0:
+                os.close(handle)
             if not died:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
     def quarantined(self, tactic_key: str) -> str | None:
         """Why the candidate must not run here; None: it may."""
-        deaths = _separate(mark for _, mark in self._dead(f"{_name(tactic_key)}-*"))
+        marks = itertools.chain(self._dead(f"{_name(tactic_key)}-*"), self._dead(f"{_TIMING}-*"))
+        found = {path: mark for path, mark in marks if mark.tactic_key == tactic_key}
+        deaths = _separate(found.values())
         if len(deaths) < DEATHS_TO_QUARANTINE:
             return None
         when = " and ".join(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(mark.wall_s)) for mark in deaths[-DEATHS_TO_QUARANTINE:])
-        return f"it was running when its process died, at {when}; to try it again, remove {self.folder / _name(tactic_key)}-*"
+        return f"it was running when its process died, at {when}; to try it again, remove {' '.join(map(str, sorted(found)))}"
 
     def clear(self) -> None:
         """Forget every death in this environment on this host, and so lift its quarantines. Live marks stay."""
@@ -114,12 +146,16 @@ class _Mark:
         pid = os.getpid()
         return cls(tactic_key, _boot(), pid, _started_s(pid) or 0.0, time.clock_gettime(time.CLOCK_BOOTTIME), time.time())
 
+    def again(self, tactic_key: str) -> _Mark:
+        """What the same process writes now."""
+        return dataclasses.replace(self, tactic_key=tactic_key, marked_s=time.clock_gettime(time.CLOCK_BOOTTIME), wall_s=time.time())
+
     def alive(self) -> bool:
         """The very process that wrote this still runs: not a later one of the same id, nor a zombie."""
         return self.boot == _boot() and _started_s(self.pid) == self.started_s
 
 
-def _separate(marks: Iterator[_Mark]) -> list[_Mark]:
+def _separate(marks: Iterable[_Mark]) -> list[_Mark]:
     """The longest row of deaths of which each process was started after the one before had marked the candidate."""
     row: list[_Mark] = []
     for mark in sorted(marks, key=lambda mark: mark.wall_s):

@@ -212,17 +212,16 @@ class CellMeasurer:
         self._progress()
         with self._journaled(tactic):
             fault, raised = self._attempt(lambda: probe.check(run))
-        if (reason := raised or fault) is not None:
-            return Failed(reason)
-        clock, reason = self._attempt(lambda: make_clock(self._policy, run, probe.copies, self._operation.device, self._pool))
-        times: list[float] = []
-        while clock is not None and len(times) < windows:
-            self._progress()
-            with self._journaled(tactic):
+            if (reason := raised or fault) is not None:
+                return Failed(reason)
+            clock, reason = self._attempt(lambda: make_clock(self._policy, run, probe.copies, self._operation.device, self._pool))
+            times: list[float] = []
+            while clock is not None and len(times) < windows:
+                self._progress()
                 elapsed, reason = self._attempt(lambda: clock.window(calls))
-            if elapsed is None:
-                break
-            times.append(elapsed)
+                if elapsed is None:
+                    break
+                times.append(elapsed)
         return Failed(reason) if reason is not None else Timed(statistics.median(times), (max(times) - min(times)) / 2, len(times))
 
     def _journaled(self, tactic: Tactic) -> AbstractContextManager[None]:
@@ -273,17 +272,19 @@ class CellMeasurer:
 
     def _sweep(self, ready: list[Tactic], sweeps: int) -> tuple[dict[Tactic, list[float]], bool]:
         """`sweeps` visits of every candidate, each time starting at another one, so that drift hits all alike."""
+        keys = {tactic: journal_key(self._cell, tactic) for tactic in ready} if self._journal else {}
         window_us = self._policy.window.total_seconds() * 1e6 * (DEVICE_WINDOW_SHARE if self._device_time else 1.0)
         windows: dict[Tactic, list[float]] = {tactic: [] for tactic in ready}
         anchor: list[float] = []
-        for sweep in range(sweeps):
-            for index in range(len(ready)):
-                tactic = ready[(index + sweep) % len(ready)]
-                if tactic in self._failed:
-                    continue
-                self._progress()
-                calls = max(1, min(MAX_CALLS, round(window_us / self._call_us[tactic])))
-                with self._journaled(tactic):
+        with self._journal.timing() if self._journal else nullcontext(_unmarked) as mark:
+            for sweep in range(sweeps):
+                for index in range(len(ready)):
+                    tactic = ready[(index + sweep) % len(ready)]
+                    if tactic in self._failed:
+                        continue
+                    self._progress()
+                    calls = max(1, min(MAX_CALLS, round(window_us / self._call_us[tactic])))
+                    mark(keys.get(tactic, ""))
                     try:
                         elapsed = self._clocks[tactic].window(calls)
                     except (MemoryError, RuntimeError) as error:
@@ -291,11 +292,15 @@ class CellMeasurer:
                             self._require_device(error)
                         self._failed[tactic] = Failed(f"{type(error).__name__}: {first_line(error)}")
                         continue
-                windows[tactic].append(elapsed)
-                if tactic == ready[0]:
-                    anchor.append(elapsed)
+                    windows[tactic].append(elapsed)
+                    if tactic == ready[0]:
+                        anchor.append(elapsed)
         stable = len(anchor) < 2 or (anchor[-1] <= anchor[0] * UNSTABLE_RATIO and anchor[0] <= anchor[-1] * UNSTABLE_RATIO)
         return {tactic: times for tactic, times in windows.items() if times}, stable
+
+
+def _unmarked(tactic_key: str) -> None:
+    """Where there is no journal."""
 
 
 def journal_key(cell: Cell, tactic: Tactic) -> str:

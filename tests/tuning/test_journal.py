@@ -8,16 +8,22 @@ import sys
 
 import pytest
 
+from moe_dist.errors import DeviceLost
 from moe_dist.tuning.journal import Journal
 
-# argv: directory, environment, what to do inside the block
+# argv: directory, environment, what to do inside the block; "windows" dies while it times one candidate after another
 CHILD = """
 import os, sys, time
 from moe_dist.tuning.journal import Journal
 directory, environment, key, deed = sys.argv[1:]
+journal = Journal(directory, environment)
 try:
-    with Journal(directory, environment).running(key):
+    with journal.timing() if deed == "windows" else journal.running(key) as mark:
+        if deed == "windows":
+            for named in ("cell/of-a-longer-name", "cell/y", key):
+                mark(named)
         print("inside", flush=True)
+        if deed == "windows": os._exit(3)
         if deed == "exit": os._exit(3)
         if deed == "wait": time.sleep(120)
         if deed == "raise": raise RuntimeError("an orderly failure")
@@ -53,6 +59,39 @@ def test_two_deaths_quarantine_and_one_does_not(tmp_path):
     assert "it was running when its process died, at " in journal.quarantined("cell/x")
     assert journal.quarantined("cell/y") is None
     assert Journal(tmp_path, "e2").quarantined("cell/x") is None
+
+
+@pytest.mark.parametrize("deeds", [("windows", "windows"), ("exit", "windows"), ("windows", "exit")])
+def test_a_death_while_candidates_are_timed_is_that_of_the_last_one_named(tmp_path, deeds):
+    journal = Journal(tmp_path, "e1")
+    for deed in deeds:
+        assert journal.quarantined("cell/x") is None
+        assert run(tmp_path, deed) == 3
+    reason = journal.quarantined("cell/x")
+    assert all(str(path) in reason for path in _marks(tmp_path)), "what to remove is named"
+    for named_before in ("cell/y", "cell/of-a-longer-name"):
+        assert journal.quarantined(named_before) is None
+    journal.clear()
+    assert _marks(tmp_path) == []
+
+
+def test_candidates_that_are_timed_to_the_end_leave_no_mark(tmp_path):
+    journal = Journal(tmp_path, "e1")
+    with journal.timing() as mark:
+        for named in ("cell/of-a-longer-name", "cell/x"):
+            mark(named)
+            (path,) = _marks(tmp_path)
+            assert json.loads(path.read_text())["tactic_key"] == named
+    assert _marks(tmp_path) == []
+
+    def lose_the_device():
+        with journal.timing() as mark:
+            mark("cell/x")
+            raise DeviceLost("gone")
+
+    with pytest.raises(DeviceLost):
+        lose_the_device()
+    assert len(_marks(tmp_path)) == 1, "the process ends for this candidate's sake"
 
 
 @pytest.mark.parametrize("deed", ["raise", "sysexit", "pass"])
