@@ -31,7 +31,8 @@ T = TypeVar("T")
 class Journal(Protocol):
     """Remembers which candidate was running when a process died (`journal.py`)."""
 
-    def running(self, tactic: str) -> AbstractContextManager[None]: ...
+    def running(self, tactic_key: str) -> AbstractContextManager[None]: ...
+    def timing(self) -> AbstractContextManager[Callable[[str], None]]: ...
 
 
 class Clock(Protocol):
