@@ -28,7 +28,7 @@ from moe_dist.tuning.problem import Bucket, Cell, Entry, Epoch, ProbeSpec, Tacti
 from moe_dist.tuning.tuner import Tuner
 
 STORES = ("file", "redis", "layered")
-ENTRIES, WINNERS = 10_000, 1_000
+ENTRIES, WINNERS, REPEATS = 10_000, 1_000, 15
 LIMITS_S = {"attach": (ENTRIES, 0.5), "reload": (WINNERS, 0.05)}  # what is measured: of how many, and the bar in seconds
 RANKS = 2
 _TICK_S = 0.25  # a reload starts with one of these, on all ranks alike
@@ -40,7 +40,7 @@ def stores_table(
     *,
     entries: int = ENTRIES,
     winners: int = WINNERS,
-    repeats: int = 15,
+    repeats: int = REPEATS,
     note: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """Two rows a store, "attach" and "reload": seconds, median and worst of `repeats`, and the machine's load. Leaves the stores as they were.

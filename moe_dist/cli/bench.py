@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 from moe_dist.bench import engines, report, soak
 from moe_dist.bench.agreement import diverged_table
 from moe_dist.bench.faults import fault_table
 from moe_dist.bench.lookup import lookup_table
-from moe_dist.bench.persistence import stores_table
+from moe_dist.bench.persistence import ENTRIES, REPEATS, WINNERS, stores_table
 from moe_dist.bench.scaling import KEYS, RANKS, scaling_table
 from moe_dist.cli import bench_kernels
-from moe_dist.cli.checks import require_writable
+from moe_dist.cli.checks import positive, require_writable
 
 HELP = "measure what is promised: agreement between ranks, survival of faults, the cost of a lookup, kernels beside their peers"
 
@@ -71,6 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vllm.set_defaults(kind=_vllm)
     stores = kinds.add_parser("stores", help="attaching stores of 10,000 entries, and reloading an epoch of 1,000 winners on two ranks")
     stores.add_argument("stores", nargs="+", metavar="STORE", help="folders or URLs; they are left as they were")
+    stores.add_argument("--entries", type=positive, default=ENTRIES, help=f"of a store that is attached (default {ENTRIES})")
+    stores.add_argument("--winners", type=positive, default=WINNERS, help=f"of the epoch that is reloaded (default {WINNERS})")
+    stores.add_argument("--repeats", type=positive, default=REPEATS, help=f"of each, of which the median counts (default {REPEATS})")
     stores.add_argument("--json", type=Path, help="write the table here")
     stores.set_defaults(kind=_stores)
     mixed = kinds.add_parser("soak", help="mixed traffic over a running OpenAI-compatible server: errors, latency and memory by the minute")
@@ -89,8 +96,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0: what was measured holds its bars; 1: it does not, and stderr says what."""
     require_writable(arguments.json)
-    code: int = arguments.kind(arguments)
+    with _terminable():
+        code: int = arguments.kind(arguments)
     return code
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM leaves by an exception, as an interrupt does: what was put into stores is removed, and no process is left. A second one
+    does not wait for that."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        _note(f"moe-dist: ended by {signal.Signals(number).name}")
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _note(line: str) -> None:
@@ -152,9 +177,14 @@ def _vllm(arguments: argparse.Namespace) -> int:
 
 
 def _stores(arguments: argparse.Namespace) -> int:
-    rows = stores_table(arguments.stores, note=_note)
+    sizes = {"entries": ENTRIES, "winners": WINNERS, "repeats": REPEATS}
+    asked = {name: getattr(arguments, name) for name in sizes}
+    rows = stores_table(arguments.stores, **asked, note=_note)
     kinds = list(dict.fromkeys(str(row["store"]) for row in rows))  # where they lie is nobody's business
-    return _finish(arguments.json, f"moe-dist bench stores {' '.join(kinds)}", {"stores": rows}, report.store_objections(rows, kinds))
+    command = shlex.join(
+        ["moe-dist", "bench", "stores", *kinds, *(f"--{name}={asked[name]}" for name in sizes if asked[name] != sizes[name])]
+    )
+    return _finish(arguments.json, command, {"stores": rows}, report.store_objections(rows, kinds))
 
 
 def _soak(arguments: argparse.Namespace) -> int:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from redis_server import RedisServer
@@ -29,16 +35,53 @@ def test_rows_for_each_store_and_nothing_left_behind(tmp_path):
         assert all(open_store(url).list("") == [] for url in urls)
 
 
-def test_the_command_writes_its_rows_and_no_place(tmp_path, monkeypatch, capsys):
+SMALL = ["--entries", "20", "--winners", "8", "--repeats", "1"]
+
+
+def test_the_command_writes_its_rows_and_no_place(tmp_path, capsys):
     """That it runs; how long it takes is the benchmark's to say, on a machine that is not busy with tests."""
-    monkeypatch.setattr("moe_dist.cli.bench.stores_table", lambda urls, note: stores_table(urls, entries=20, winners=8, repeats=1))
-    code = main(["bench", "stores", str(tmp_path / "store"), "--json", str(tmp_path / "stores.json")])
+    code = main(["bench", "stores", str(tmp_path / "store"), *SMALL, "--json", str(tmp_path / "stores.json")])
     assert code == 1
     assert "attach from file: of 20, not 10000" in capsys.readouterr().err
     text = (tmp_path / "stores.json").read_text()
-    assert json.loads(text)["command"] == "moe-dist bench stores file"
-    assert [row["what"] for row in json.loads(text)["stores"]] == ["attach", "reload"]
+    assert json.loads(text)["command"] == "moe-dist bench stores file --entries=20 --winners=8 --repeats=1"
+    assert [(row["what"], row["count"]) for row in json.loads(text)["stores"]] == [("attach", 20), ("reload", 8)]
     assert str(tmp_path) not in text
+
+
+def test_a_size_of_nothing_is_refused(tmp_path, capsys):
+    assert main(["bench", "stores", str(tmp_path / "store"), "--entries", "0"]) == 2
+    assert "argument --entries: '0' is no integer of at least 1" in capsys.readouterr().err
+
+
+# Of one entry the benchmark soon comes to reloading, which goes on for minutes; of many it is attaching for as long.
+@pytest.mark.parametrize(("during", "entries", "repeats"), [("attach", 500, 1_000_000), ("reload", 1, 600)])
+def test_a_benchmark_that_is_ended_leaves_nothing_behind(during, entries, repeats, tmp_path):
+    """Neither keys, whether of entries or of an epoch, nor a folder."""
+    (tmp_path / "tmp").mkdir()
+    code = "import sys; from moe_dist.cli.main import main; sys.exit(main())"
+    sizes = ["--entries", str(entries), "--winners", "100", "--repeats", str(repeats)]
+    with RedisServer() as server, open_closing(f"unix://{server.socket}?timeout=20") as store:
+        command = [sys.executable, "-c", code, "bench", "stores", store.url.replace("?", "?timeout=20&"), *sizes]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")}) as bench:
+            try:
+                until = time.monotonic() + 120
+                while len(store.list("bench" if during == "attach" else "epochs")) < 1 and time.monotonic() < until:
+                    time.sleep(0.01)
+                bench.send_signal(signal.SIGTERM)
+                said = bench.communicate(timeout=60)[1]
+            finally:
+                bench.kill()
+        assert store.list("") == []
+        assert list((tmp_path / "tmp").glob("moe-dist-*")) == []
+    assert (bench.returncode, said) == (128 + signal.SIGTERM, "moe-dist: ended by SIGTERM\n")
+
+
+@contextlib.contextmanager
+def open_closing(url):
+    store = open_store(url)
+    yield store
+    store.close()
 
 
 def test_a_store_that_takes_no_writes_is_refused(tmp_path):

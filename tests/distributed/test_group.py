@@ -501,6 +501,24 @@ def test_a_rank_that_moves_is_waited_for_beyond_the_progress_timeout(make: Make)
         done.result(10)
 
 
+def test_a_leader_that_moves_between_passes_is_waited_for_in_the_next_one(make: Make) -> None:
+    """It publishes what the last pass came to, while its peers are in the next one already."""
+
+    def two_passes(rank: RankGroup) -> list[bytes]:
+        for number in (1, 2):
+            rank.begin_pass()
+            words = rank.exchange("one", b"%d" % number)
+            rank.commit("t")
+            if number == 1 and rank.is_leader:
+                until = time.monotonic() + 6.0
+                while time.monotonic() < until:
+                    time.sleep(0.05)
+                    rank.progress()
+        return words
+
+    assert results(together(make(2, progress=2.0), two_passes)) == [[b"2", b"2"]] * 2
+
+
 class _SlowToPublish:
     """A leader's view of the rendezvous: what it publishes takes a while to get there."""
 
