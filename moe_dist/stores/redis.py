@@ -11,7 +11,8 @@ write (2), `db`, `ca` (a file of certificates to trust), `cert` and `key` (files
 
 Key a/b/c is the string PREFIX:{a/b}/c. The braces are a hash tag: on a cluster the keys of one folder lie in one slot, so an
 environment's entries are read in bulk from one node. A value is one SET, an epoch with its entries included, so a reader sees
-all of it or none. No call waits longer than three timeouts before the server is left alone for a while; a listing of a large
+all of it or none. No call waits longer than three timeouts, or one for each
+host that the URL names, before the server is left alone for a while; a listing of a large
 database may take `_SCAN_LIMIT_S`, and says at each of its trips that it goes on. Nothing that this module says contains a password.
 """
 
@@ -290,7 +291,8 @@ class RedisStore(DegradingStore):
         raise Unavailable(self._words(last), rest=True) from None
 
     def _words(self, error: Exception) -> str:
-        words = f"{type(error).__name__}: {error}"
+        # A sentinel that does not answer is told by all that its client was made of.
+        words = re.sub(r"<redis\..*>", "...", f"{type(error).__name__}: {error}", flags=re.DOTALL)
         for secret in self._secrets:
             for form in (secret, urllib.parse.quote(secret, safe="")):
                 words = words.replace(form, "***")

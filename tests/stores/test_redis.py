@@ -104,6 +104,21 @@ def test_a_unix_socket(server):
     assert open_store(url_of(server)).get("x/y") == b"1"
 
 
+def test_a_unix_socket_with_a_password_a_user_and_a_database(no_secret):
+    with RedisServer(password=SECRET) as server:
+        with server.client() as client:
+            client.acl_setuser("moe", enabled=True, passwords=["+" + SECRET], keys=["moe_dist:*"], categories=["+@all"])
+        for login in (f":{ENCODED}@", f"moe:{ENCODED}@"):
+            store = open_store(f"unix://{login}{server.socket}?db=3&timeout=20")
+            assert store.put("x/y", login.encode())
+            assert open_store(url_of(server, login=f":{ENCODED}@", db=3)).get("x/y") == login.encode()
+            assert open_store(url_of(server, login=f":{ENCODED}@")).get("x/y") is None
+            assert SECRET not in repr(store) + store.url
+        refused = open_store(f"unix://moe:wrong@{server.socket}?db=3&timeout=20")
+        assert not refused.put("x/y", b"1")
+        assert "AuthenticationError" in refused.degraded
+
+
 def test_a_password_and_a_user_of_an_access_list(no_secret):
     with RedisServer(password=SECRET) as server:
         store = open_store(url_of(server, login=f":{ENCODED}@"))
@@ -173,6 +188,38 @@ def test_sentinels_and_their_master_each_have_a_password(tmp_path, no_secret):
             assert open_store(url_of(server, login=f":{ENCODED}@")).get("x/y") == b"1"
 
 
+def test_sentinels_and_their_master_over_tls_with_a_user_of_the_sentinels_own(tmp_path, no_secret):
+    """The sentinel names the master by the TLS end before it, so that it sees no master there itself: it may take long to say so."""
+    with RedisServer(password=SECRET) as server, TlsEnd(server) as near:
+        config = tmp_path / "sentinel.conf"
+        config.write_text(
+            "sentinel resolve-hostnames yes\nsentinel announce-hostnames yes\n"
+            f"sentinel monitor main localhost {near.port} 1\nsentinel down-after-milliseconds main 600000\n"
+            f"user watch on >{SECRET} +@all\n"
+        )
+        with RedisServer(str(config), "--sentinel", mode="sentinel", password="other") as watcher, TlsEnd(watcher) as tls:
+            for ca in (near.ca, tls.ca):
+                (tmp_path / "ca.pem").open("ab").write(ca.read_bytes())
+            where = f"localhost:{tls.port}/main?timeout=20&ca={tmp_path}/ca.pem"
+            store = open_store(f"rediss+sentinel://:{ENCODED}@{where}&sentinel_user=watch&sentinel_password={ENCODED}")
+            assert store.put("x/y", b"1"), store.degraded
+            assert open_store(url_of(server, login=f":{ENCODED}@")).get("x/y") == b"1"
+            refused = open_store(f"rediss+sentinel://:{ENCODED}@{where}&sentinel_user=stranger&sentinel_password={ENCODED}")
+            assert not refused.put("x/y", b"2")
+            assert "<redis" not in refused.degraded
+            assert SECRET not in repr([store, refused]) + store.url + refused.degraded
+
+
+def test_sentinels_that_do_not_answer_are_told_in_one_line(caplog):
+    hosts = ",".join(f"127.0.0.1:{free_port()}" for _ in range(3))
+    store = open_store(f"redis+sentinel://{hosts}/main?timeout=0.2")
+    assert not store.put("x/y", b"1")
+    assert store.degraded.startswith("MasterNotFoundError: No master found for 'main'")
+    assert len(store.degraded) < 200
+    (warning,) = warnings_of(caplog)
+    assert hosts in warning.getMessage()
+
+
 def test_sentinel_finds_the_master(tmp_path):
     with RedisServer() as server:
         config = tmp_path / "sentinel.conf"
@@ -225,6 +272,23 @@ def test_a_cluster(cluster):
     assert held[1]
     assert not held[0] & held[1]  # a folder lies on one node
     store.close()
+
+
+def test_a_cluster_with_a_password(no_secret):
+    with RedisServer("--cluster-enabled", "yes", password=SECRET) as node:
+        with node.client() as client:
+            client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+            until = time.monotonic() + 60
+            while client.execute_command("CLUSTER INFO")["cluster_state"] != "ok" and time.monotonic() < until:
+                time.sleep(0.05)
+        store = open_store(f"redis+cluster://:{ENCODED}@127.0.0.1:{node.port}?timeout=20")
+        assert store.put("x/y", b"1"), store.degraded
+        assert store.list("") == ["x/y"]
+        refused = open_store(f"redis+cluster://:{ENCODED}wrong@127.0.0.1:{node.port}?timeout=20")
+        assert not refused.put("x/y", b"2")
+        assert store.get("x/y") == b"1"
+        assert SECRET not in repr([store, refused]) + refused.degraded
+        store.close()
 
 
 def test_a_cluster_that_is_gone(caplog):
