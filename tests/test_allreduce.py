@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.test_pass import make_tuner
+from distributed.passes import make_tuner
 from ranks import Rank, RankHangs, Ranks, run_ranks
 
 from moe_dist import allreduce

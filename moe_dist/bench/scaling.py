@@ -20,8 +20,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from moe_dist.bench.ranks import Rank, run_ranks
 from moe_dist.distributed.converge import RoundWord, combine_rounds
-from moe_dist.distributed.group import WORDS_A_REQUEST, RankGroup, bundle, head_of, senders_of, unbundle
+from moe_dist.distributed.group import RankGroup
 from moe_dist.distributed.plan import Answer, CellAnswer, CellOffer, Offer, Proposal, agree_offers, agree_plan, hit_digest, lacked_hits
+from moe_dist.distributed.rendezvous import KEYS_A_REQUEST
+from moe_dist.distributed.words import bundle, head_of, senders_of, unbundle
 from moe_dist.errors import ConfigError
 from moe_dist.stores.codec import decode_epoch, encode_epoch
 from moe_dist.tuning.problem import Bucket, Cell, Epoch, Problem, Tactic, Timed, Winner
@@ -152,7 +154,7 @@ class Traffic:
             self.read[0 if size else rank] += own
             self.read[rank] += published if rank else 0
         # Each shows progress, says its word, looks and reads; the leader reads all words and publishes.
-        self.requests += 3 * size + (size - 1) + -(-size // WORDS_A_REQUEST) + 1
+        self.requests += 3 * size + (size - 1) + -(-size // KEYS_A_REQUEST) + 1
 
 
 def simulate(size: int, keys: int, case: str) -> tuple[Traffic, float]:

@@ -1,30 +1,37 @@
-"""A group of ranks with deadlines: what it owns is the rendezvous, liveness and the verdict of a pass.
+"""A group of ranks with deadlines: what it owns is who takes part, the steps of a pass, liveness and the pass's one verdict.
 
-Ranks talk through a prefix of a torch.distributed Store, never through the framework's collectives. Every word carries
+Ranks talk through a prefix of a torch.distributed Store (`rendezvous.py`), never through the framework's collectives. Every word carries
 run, restart, attachment, pass, step and rank, so a late one matches nothing. One rank, 0, gathers a step's words and
 publishes them together, or what they come to: 2 messages a rank and step, whatever the size of the group. A long word is said
 by its digest, and its bytes follow only where ranks said different ones: what all say alike never travels.
-Knows nothing of plans, tactics or stores of winners; `converge.py` and the tuner use it.
+What words are made of is said in `words.py`. Knows nothing of plans, tactics or stores of winners; `converge.py` and the tuner use it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import queue
-import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
 
 import msgpack
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
+from moe_dist.distributed.rendezvous import Rendezvous, store_of
+from moe_dist.distributed.words import (
+    Verdict,
+    bundle,
+    head_of,
+    require_one_step,
+    require_one_version,
+    senders_of,
+    unbundle,
+    waited_for,
+    why_not_served,
+)
 from moe_dist.errors import (
     CallsDiffer,
     ConfigError,
@@ -42,12 +49,8 @@ from moe_dist.errors import (
 from moe_dist.tuning.problem import digest
 from moe_dist.versions import code_version
 
-T = TypeVar("T")
-
 PROGRESS_TIMEOUT = timedelta(seconds=60)
 CAP = timedelta(minutes=20)
-# How long one request to the rendezvous may take before it counts as unreachable.
-REQUEST_TIMEOUT = timedelta(seconds=15)
 # Polling starts here and slows down, so that ranks that wait take no CPU from ranks that measure.
 _POLL_S, _SLOWEST_POLL_S = 0.001, 0.02
 _LOOK_AROUND_S = 0.25  # how often a waiting rank looks at the verdict and at who watches
@@ -55,94 +58,8 @@ _LOOK_REQUESTS = 2  # that this takes
 _REQUESTS_PER_S = 20_000  # of a whole group that waits, a quarter of them looks: one server answers them all
 _HEIR_LOOKS = 4  # without a word of the rank that watches, after which another does
 _PROGRESS_EVERY_S = 0.2
-_INLINE = 256  # a word of more bytes is said by its digest first
-WORDS_A_REQUEST = 64  # that the leader reads
 _VERDICT = "verdict"
-_CLOSED = b"closed"  # instead of a count of progress
-_ERRORS: dict[str, type[TuningError]] = {
-    kind.__name__: kind for kind in (RankLost, RankWithdrawn, PassAborted, SettingsDiffer, CallsDiffer, NothingRunnable)
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """How a pass ended, as its one rendezvous key says: `committed` to a digest, or aborted by an error for everyone."""
-
-    committed: str = ""
-    error: str = ""
-    message: str = ""
-    ranks: tuple[int, ...] = ()
-
-    def to_bytes(self) -> bytes:
-        packed: bytes = msgpack.packb([self.committed, self.error, self.message, list(self.ranks)])
-        return packed
-
-    @classmethod
-    def from_bytes(cls, value: bytes) -> Verdict:
-        committed, error, message, ranks = msgpack.unpackb(value)
-        return cls(committed, error, message, tuple(ranks))
-
-    @property
-    def exception(self) -> TuningError | None:
-        """What every rank of an aborted pass raises."""
-        if not self.error:
-            return None
-        kind = _ERRORS[self.error]
-        return kind(self.message, self.ranks) if issubclass(kind, GroupError) else kind(self.message)
-
-
-def bundle(words: Sequence[bytes]) -> bytes:
-    """A step's words as the leader publishes them: each distinct word once, since most ranks say the same, and whose it is."""
-    places: dict[bytes, int] = {}
-    whose = [places.setdefault(word, len(places)) for word in words]
-    packed: bytes = msgpack.packb([list(places), whose if len(places) > 1 else len(whose)])
-    return packed
-
-
-def unbundle(value: bytes) -> list[bytes]:
-    distinct, whose = msgpack.unpackb(value)
-    return distinct * whose if isinstance(whose, int) else [distinct[place] for place in whose]
-
-
-def head_of(word: bytes) -> bytes:
-    """How a word is said first: a short one as it is, a long one by its digest."""
-    if len(word) <= _INLINE:
-        return b"=" + word
-    return b"#" + hashlib.sha256(word).digest()[:16]
-
-
-def senders_of(heads: Sequence[bytes]) -> dict[bytes, int]:
-    """{head of a long word: the rank that sends its bytes}; empty where all said the same, since then everybody has them."""
-    if len(set(heads)) == 1:
-        return {}
-    senders: dict[bytes, int] = {}
-    for rank, head in enumerate(heads):
-        if head.startswith(b"#"):
-            senders.setdefault(head, rank)
-    return senders
-
-
-def require_one_step(steps: Sequence[str], names: Sequence[int]) -> None:
-    """CallsDiffer: ranks have met in different steps; names those that are not where most are."""
-    if len(set(steps)) > 1:
-        usual = max(steps, key=list(steps).count)  # the first of equally many: the same on every rank
-        odd = {name: step for name, step in zip(names, steps, strict=True) if step != usual}
-        raise CallsDiffer(
-            "ranks are in different calls: " + ", ".join(f"rank {name} in {step}" for name, step in odd.items())
-            + f", the rest in {usual}; all ranks of a group make the same calls in the same order", odd,
-        )  # fmt: skip
-
-
-def require_one_version(versions: Sequence[str], names: Sequence[int]) -> None:
-    """SettingsDiffer: ranks run other code, whose words can't be read; names those that differ from the most."""
-    if len(set(versions)) > 1:
-        usual = max(versions, key=list(versions).count)  # the first of equally many: the same on every rank
-        odd = {name: version for name, version in zip(names, versions, strict=True) if version != usual}
-        raise SettingsDiffer(
-            "ranks run other versions of moe_dist: " + ", ".join(f"rank {name} {version}" for name, version in odd.items())
-            + f", the rest {usual}; install the same on all: mixed_environments allows other GPUs, drivers and libraries, no other code of "
-            "ours, which reads what ranks say", odd, ["version"],
-        )  # fmt: skip
+_CLOSED = "closed"  # instead of a count of progress
 
 
 @dataclasses.dataclass
@@ -153,22 +70,6 @@ class _Watch:
     said: str = ""
     since: float = 0.0
     words: int = 0  # of this rank's own
-
-
-def waited_for(spoken: Collection[int], rank: int, size: int) -> list[int]:
-    """Who keeps a step from ending, as `rank` sees it: those without a word; once all have spoken, the leader that has not
-    published them; for the leader itself then nobody."""
-    silent = [other for other in range(size) if other != rank and other not in spoken]
-    return silent or [0] * (rank != 0)
-
-
-def why_not_served(verdict: Verdict, table_digest: str, number: int, name: int) -> TuningError | None:
-    """Why rank `name`, which holds a table of this digest at the end of pass `number`, may not serve it; None: it was committed."""
-    if verdict.error:
-        return verdict.exception
-    if verdict.committed != table_digest:
-        return PassAborted(f"pass {number} was committed to table {verdict.committed}, but rank {name} holds {table_digest}", [name])
-    return None
 
 
 class RankGroup:
@@ -204,21 +105,18 @@ class RankGroup:
             raise ConfigError(f"progress_timeout {progress_timeout} and cap {cap} must be above 0")
         self.rank, self.size = rank, size
         self.names = tuple(names) if names is not None else tuple(range(size))
-        self.dead: str | None = None
-        self._host = host
-        # A connection of our own: the framework may hold the shared one's lock in a long wait.
-        self._store = store.clone()  # type: ignore[attr-defined]
+        self._dead: str | None = None
+        self._rendezvous = Rendezvous(store, host)
         self._progress_timeout, self._cap = progress_timeout.total_seconds(), cap.total_seconds()
-        self._requests = _Requests()
         # Where every release says what it is, however its other words are made and wherever they lie.
         version = version or code_version()
         self._versions = [f"{scope}/version/{other}" for other in range(size)] if size > 1 else []
         if self._versions:
-            self._ask(lambda: self._store.set(self._versions[rank], version))
+            self._rendezvous.set(self._versions[rank], version)
         self._scope = f"{scope}/{version}"
         self._claim, self._holder = f"{self._scope}/claim/{rank}", uuid.uuid4().hex
-        if bytes(self._ask(lambda: self._store.compare_set(self._claim, "", self._holder))).decode() != self._holder:
-            self._requests.close()
+        if self._rendezvous.settle(self._claim, self._holder) != self._holder:
+            self._rendezvous.close()
             raise TunerStateError(f"rank {rank} of group {scope!r} has an open tuner already; close that one first")
         self._attachment = 0  # taken with the first pass
         self._missed: Verdict | None = None
@@ -261,7 +159,7 @@ class RankGroup:
         me = dist.get_rank()
         if me not in ranks:
             raise TunerStateError(f"rank {me} is not in the group of ranks {ranks}; pass the group that this rank belongs to")
-        store = _store_of(group)
+        store = store_of(group)
         scope = f"moe_dist/{run}/{restart}/{digest(ranks)[:16]}"
         base = store
         while isinstance(base, PrefixStore):
@@ -273,6 +171,15 @@ class RankGroup:
     @property
     def is_leader(self) -> bool:
         return self.rank == 0
+
+    @property
+    def dead(self) -> str | None:
+        """Why no pass begins on this group any more, and no collective tactic is served; None: it lives. Whoever concludes it says so here."""
+        return "rendezvous lost" if self._rendezvous.lost else self._dead
+
+    @dead.setter
+    def dead(self, reason: str) -> None:
+        self._dead = reason
 
     # -- one pass ---------------------------------------------------------------------------------------------------
 
@@ -294,10 +201,10 @@ class RankGroup:
         again count on. Who then waits for them in vain says what they said.
         """
         while not self._attachment:
-            self._attachment = self._ask(lambda: self._store.add(f"{self._scope}/attach/{self.rank}", 1))
+            self._attachment = self._rendezvous.count(f"{self._scope}/attach/{self.rank}")
             verdict = f"{self._base}/1/{_VERDICT}"
-            if self._present(verdict):
-                ended = Verdict.from_bytes(bytes.fromhex(self._get(verdict).decode()))
+            if self._rendezvous.holds(verdict):
+                ended = Verdict.from_text(self._rendezvous.get(verdict).decode())
                 if ended.error == "RankLost" and self.names[self.rank] in ended.ranks:
                     self._missed, self._attachment = ended, 0
         self._pass += 1
@@ -333,13 +240,13 @@ class RankGroup:
         senders = senders_of(heads)
         if senders.get(own) == self.rank:
             body = self._body(self.rank)
-            self._ask(lambda: self._store.set(body, word))
+            self._rendezvous.set(body, word)
             self._garbage.append(body)
         wanted = {head: rank for head, rank in senders.items() if head != own and (reads is None or rank in reads)}
         if wanted:
             bodies = [self._body(rank) for rank in wanted.values()]
             self._await(bodies, step, "bytes", lambda: self._unsent(senders.values()), moving=True)
-            known |= {head: self._get(self._body(rank)) for head, rank in wanted.items()}
+            known |= {head: self._rendezvous.get(self._body(rank)) for head, rank in wanted.items()}
         return [known.get(head, b"") for head in heads]
 
     def reduce(self, step: str, word: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
@@ -362,21 +269,21 @@ class RankGroup:
         name, place = self._next_step(), f"{self._call}, step {step}"
         own, all_words = self._key(f"{name}/{self.rank}"), self._key(f"{name}/all")
         former, self._garbage = self._garbage, [own, all_words] if self.is_leader else [own]
-        self._ask(lambda: self._store.set(own, msgpack.packb([place, said])))
+        self._rendezvous.set(own, msgpack.packb([place, said]))
         if self.is_leader:
             keys = [self._key(f"{name}/{rank}") for rank in range(self.size)]
             self._await(keys, step, "words", lambda: self._silent(name))
-            words = [msgpack.unpackb(word) for word in self._get_many(keys)]
+            words = [msgpack.unpackb(word) for word in self._rendezvous.get_many(keys)]
             places = [place for place, _ in words]
             differ = len(set(places)) > 1
             met = msgpack.packb([places, b""] if differ else [[], conclude([word for _, word in words])])
-            self._ask(lambda: self._store.set(all_words, met))
+            self._rendezvous.set(all_words, met)
         else:
             self._await([all_words], step, "words", lambda: self._silent(name))
-            met = self._get(all_words)
+            met = self._rendezvous.get(all_words)
         # Whoever holds this step's words knows that all have read the last step's: those can go.
         for key in former:
-            self._ask(lambda key=key: self._store.delete_key(key))  # type: ignore[misc]
+            self._rendezvous.delete(key)
         met_in, concluded = msgpack.unpackb(met)
         require_one_step(met_in, self.names)
         return bytes(concluded)
@@ -394,8 +301,7 @@ class RankGroup:
             and (force or now - self._progress_sent >= _PROGRESS_EVERY_S)
         ):
             self._progress_sent = now
-            count = str(self._progress).encode()
-            self._ask(lambda: self._store.set(self._progress_of(self.rank), count))
+            self._rendezvous.set(self._progress_of(self.rank), str(self._progress))
 
     def commit(self, table_digest: str) -> None:
         """Close the pass on `table_digest`: the leader compares and sets the one key, the others adopt what it says."""
@@ -446,10 +352,10 @@ class RankGroup:
 
     def release(self) -> None:
         """Give up the claim, so that another may be made on these ranks; this one goes on under its own words. Idempotent."""
-        if not self._closed and self.dead != "rendezvous lost":
+        if not self._closed:
             with contextlib.suppress(RendezvousLost):
-                if self._ask(lambda: self._store.check([self._claim])) and self._get(self._claim).decode() == self._holder:
-                    self._ask(lambda: self._store.delete_key(self._claim))
+                if self._rendezvous.holds(self._claim) and self._rendezvous.get(self._claim).decode() == self._holder:
+                    self._rendezvous.delete(self._claim)
 
     def close(self) -> None:
         """Release the request thread and the claim on the ranks, and say so: who waits for this rank in a later pass raises
@@ -457,10 +363,10 @@ class RankGroup:
         if not self._closed:
             if self._attachment and self.size > 1 and not self.dead:
                 with contextlib.suppress(RendezvousLost):
-                    self._ask(lambda: self._store.set(self._progress_of(self.rank), _CLOSED))
+                    self._rendezvous.set(self._progress_of(self.rank), _CLOSED)
             self.release()
             self._closed = True
-            self._requests.close()
+            self._rendezvous.close()
 
     # -- below: the rendezvous -------------------------------------------------------------------------------------------
 
@@ -470,44 +376,6 @@ class RankGroup:
 
     def _key(self, name: str) -> str:
         return f"{self._base}/{self._pass}/{name}"
-
-    def _ask(self, request: Callable[[], T]) -> T:
-        """One bounded request. RendezvousLost: it failed or did not return in time; the group is then dead."""
-        if self.dead == "rendezvous lost":
-            raise RendezvousLost("the rendezvous store was lost; the group is dead", self._hosts())
-        try:
-            return self._requests.call(request, REQUEST_TIMEOUT.total_seconds())
-        except (RuntimeError, OSError, ValueError, TimeoutError) as error:
-            cause = error
-        self.dead = "rendezvous lost"
-        where = f", which rank {self._host} serves," if self._host is not None else ""
-        raise RendezvousLost(
-            f"the rendezvous store{where} can't be reached ({first_line(cause)}); treated as aborted, the group is dead", self._hosts()
-        ) from cause
-
-    def _hosts(self) -> tuple[int, ...]:
-        return () if self._host is None else (self._host,)
-
-    def _get(self, key: str) -> bytes:
-        value: Any = self._ask(lambda: self._store.get(key))
-        return bytes(value)
-
-    def _present(self, key: str) -> bool:
-        return bool(self._ask(lambda: self._store.check([key])))
-
-    def _get_many(self, keys: list[str]) -> list[bytes]:
-        """The values of `keys`, which are there: in few requests where the store can."""
-        if not self._store.has_extended_api():
-            return [self._get(key) for key in keys]
-        parts = [keys[at : at + WORDS_A_REQUEST] for at in range(0, len(keys), WORDS_A_REQUEST)]
-        return [bytes(value) for part in parts for value in self._ask(lambda part=part: self._store.multi_get(part))]  # type: ignore[misc]
-
-    def _absent(self, keys: Sequence[str]) -> list[str]:
-        """Those of `keys` that are not there, by halves: few requests where few are missing, two for each key at most."""
-        if not keys or self._ask(lambda: self._store.check(list(keys))):
-            return []
-        half = len(keys) // 2
-        return self._absent(keys[:half]) + self._absent(keys[half:]) if half else list(keys)
 
     def _await(
         self, keys: list[str], step: str, wait: str, missing: Callable[[], list[int]], *, moving: bool = False, verdict: bool = False
@@ -522,16 +390,16 @@ class RankGroup:
         watch = _Watch(self._key(f"{self._step:06d}/watch/{wait}"))
         looked = time.monotonic()
         pause = _POLL_S
-        while not self._ask(lambda: self._store.check(keys)):
+        while not self._rendezvous.holds(*keys):
             time.sleep(pause)
             pause = min(pause * 1.5, self._slowest_poll_s)
             now = time.monotonic()
             if now - looked < self._look_s:
                 continue
             looked = now
-            if self._present(self._key(_VERDICT)):
+            if self._rendezvous.holds(self._key(_VERDICT)):
                 # A commit follows the last words: they may have come between the two looks.
-                if verdict or self._ask(lambda: self._store.check(keys)):
+                if verdict or self._rendezvous.holds(*keys):
                     return
                 self._open = False
                 self._die_of(self._read_verdict())
@@ -543,7 +411,7 @@ class RankGroup:
             self._require_one_version()
             waited = missing()
             counts = self._progress_counts(waited)
-            if gone := [rank for rank in waited if counts[rank] == _CLOSED]:
+            if gone := [rank for rank in waited if counts[rank] == _CLOSED.encode()]:
                 self._go_without(gone, step)
                 continue
             # Since when each stands still, by this rank's clock: from when it first waited for it. The leader, for one, is
@@ -560,31 +428,28 @@ class RankGroup:
         watch.words += 1
         mine = f"{self.rank} {watch.words}{' over' * over_cap}"
         watched = watch.said.startswith(f"{self.rank} ")
-        said = self._exchange_watch(watch.key, watch.said if watched else "", mine)
+        said = self._rendezvous.settle(watch.key, mine, instead_of=watch.said if watched else "")
         now = time.monotonic()
         if moved := said != watch.said:
             watch.said, watch.since = said, now
         quiet = now - watch.since > max(_HEIR_LOOKS * self._look_s, self._progress_timeout / 8)
         if (not moved or not said.endswith(" over")) if over_cap else quiet:
-            watch.said, watch.since = self._exchange_watch(watch.key, said, mine), now
+            watch.said, watch.since = self._rendezvous.settle(watch.key, mine, instead_of=said), now
         if watch.said == mine and not watched:
             self._garbage.append(watch.key)
         return watch.said == mine
 
-    def _exchange_watch(self, key: str, expected: str, mine: str) -> str:
-        return bytes(self._ask(lambda: self._store.compare_set(key, expected, mine))).decode()
-
     def _require_one_version(self) -> None:
         """SettingsDiffer, the same on all ranks, once all have said their version."""
-        if self._versions and self._ask(lambda: self._store.check(self._versions)):
-            said = [version.decode() for version in self._get_many(self._versions)]
+        if self._versions and self._rendezvous.holds(*self._versions):
+            said = [version.decode() for version in self._rendezvous.get_many(self._versions)]
             require_one_version(said, self.names)
             self._versions = []  # they are one, and stay it
 
     def _silent(self, name: str) -> list[int]:
         """The ranks that this one waits for in step `name`."""
         words = {self._key(f"{name}/{rank}"): rank for rank in range(self.size) if rank != self.rank}
-        silent = {words[key] for key in self._absent(list(words))}
+        silent = {words[key] for key in self._rendezvous.absent(list(words))}
         return waited_for([rank for rank in words.values() if rank not in silent], self.rank, self.size)
 
     def _body(self, rank: int) -> str:
@@ -593,7 +458,7 @@ class RankGroup:
 
     def _unsent(self, senders: Iterable[int]) -> list[int]:
         bodies = {self._body(rank): rank for rank in senders}
-        return [bodies[key] for key in self._absent(list(bodies))]
+        return [bodies[key] for key in self._rendezvous.absent(list(bodies))]
 
     def _progress_of(self, rank: int) -> str:
         """Where `rank` shows that it moves, and in the end that it has closed, in whichever pass it is missed."""
@@ -603,9 +468,9 @@ class RankGroup:
         """How far each has moved, b"": it has not begun."""
         places = {self._progress_of(rank): rank for rank in ranks}
         counts = dict.fromkeys(ranks, b"")
-        absent = set(self._absent(list(places)))
+        absent = set(self._rendezvous.absent(list(places)))
         began = [key for key in places if key not in absent]
-        return counts | {places[key]: count for key, count in zip(began, self._get_many(began), strict=True)}
+        return counts | {places[key]: count for key, count in zip(began, self._rendezvous.get_many(began), strict=True)}
 
     def _lose(self, ranks: list[int], step: str, *, over_cap: bool) -> None:
         why = f"the pass outlasted its cap of {self._cap:.0f} s" if over_cap else f"no progress for {self._progress_timeout:.0f} s"
@@ -629,12 +494,10 @@ class RankGroup:
 
     def _decide(self, wanted: Verdict) -> Verdict:
         """Compare-and-set the pass's one key from nothing to `wanted`; what it then says is the verdict for everyone."""
-        key = self._key(_VERDICT)
-        self._ask(lambda: self._store.compare_set(key, "", wanted.to_bytes().hex()))
-        return self._read_verdict()
+        return Verdict.from_text(self._rendezvous.settle(self._key(_VERDICT), wanted.to_text()))
 
     def _read_verdict(self) -> Verdict:
-        return Verdict.from_bytes(bytes.fromhex(self._get(self._key(_VERDICT)).decode()))
+        return Verdict.from_text(self._rendezvous.get(self._key(_VERDICT)).decode())
 
     def _die_of(self, verdict: Verdict) -> None:
         if verdict.error in ("RankLost", "RankWithdrawn"):
@@ -642,58 +505,3 @@ class RankGroup:
         if (error := verdict.exception) is not None:
             raise error
         raise PassAborted(f"pass {self._pass} was committed by others while this rank was still in it", [self.names[self.rank]])
-
-
-_Work = queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None]
-
-
-class _Requests:
-    """One daemon thread that talks to the rendezvous, so that a server that stops answering can hold neither a rank nor its exit.
-
-    It ends with `close`, and with the group that nobody holds any more: a tuner that outlives its `autotune` block is rarely closed.
-    """
-
-    def __init__(self) -> None:
-        self._work: _Work = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(self._work,), name="moe_dist-rendezvous", daemon=True).start()
-        weakref.finalize(self, self._work.put, None).atexit = False
-
-    def call(self, request: Callable[[], T], timeout_s: float) -> T:
-        """What `request` returns or raises. TimeoutError: it did neither in time."""
-        answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-        self._work.put((request, answer))
-        try:
-            value, error = answer.get(timeout=timeout_s)
-        except queue.Empty:
-            raise TimeoutError(f"no answer in {timeout_s:.0f} s") from None
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]
-
-    def close(self) -> None:
-        self._work.put(None)
-
-
-def _serve(work: _Work) -> None:
-    while (item := work.get()) is not None:
-        request, answer = item
-        try:
-            answer.put((request(), None))
-        except BaseException as error:  # handed to the caller, whatever it is
-            answer.put((None, error))
-        del item, request, answer  # the closure holds the group
-
-
-def _store_of(group: dist.ProcessGroup) -> Store:
-    """The rendezvous store that `group` was made from, or the default group's."""
-    from torch.distributed import distributed_c10d as c10d
-
-    entry = c10d._world.pg_map.get(group)
-    if entry is not None and entry[1] is not None:
-        return entry[1]
-    try:
-        return c10d._get_default_store()
-    except ValueError as error:
-        raise TunerStateError(
-            "the group's rendezvous store can't be found: initialise torch.distributed first, or pass a RankGroup"
-        ) from error

@@ -16,8 +16,9 @@ from typing import Protocol, TypeVar, runtime_checkable
 import msgpack
 
 from moe_dist.distributed import converge, epoch, plan
-from moe_dist.distributed.group import RankGroup, bundle, unbundle
+from moe_dist.distributed.group import RankGroup
 from moe_dist.distributed.symmetric import Arena
+from moe_dist.distributed.words import bundle, unbundle
 from moe_dist.stores.base import Store
 from moe_dist.stores.codec import Malformed, decode_entry, encode_entry, encode_epoch
 from moe_dist.stores.layered import found_by_others

@@ -21,7 +21,9 @@ import torch
 from fakes import FakeOperation
 
 from moe_dist.distributed import group as group_module
-from moe_dist.distributed.group import RankGroup, Verdict
+from moe_dist.distributed import rendezvous as rendezvous_module
+from moe_dist.distributed.group import RankGroup
+from moe_dist.distributed.words import Verdict
 from moe_dist.errors import GroupError
 from moe_dist.stores.memory import MemoryStore
 from moe_dist.tuning import pass_terms, rounds, tuner
@@ -277,7 +279,7 @@ class Explorer:
             sleep=self._sleep, strftime=lambda *form: "now", gmtime=lambda: None, time=lambda: 0.0,
         )  # fmt: skip
         monkeypatch.setattr(group_module, "time", clock)
-        monkeypatch.setattr(group_module, "_Requests", _Requests)
+        monkeypatch.setattr(rendezvous_module, "_Requests", _Requests)
         monkeypatch.setattr(rounds, "time", clock)
         monkeypatch.setattr(pass_terms, "time", clock)
         monkeypatch.setattr(rounds, "CellMeasurer", _Measurer)
@@ -330,7 +332,7 @@ class Explorer:
         # What a survivor serves is what its pass's one key says.
         for rank in loyal:
             value = world.values.get(f"{world.scope}/{code_version()}/1/{rank.tried}/verdict")
-            verdict = Verdict.from_bytes(bytes.fromhex(value.decode())) if value else None
+            verdict = Verdict.from_text(value.decode()) if value else None
             if rank.error is None and (verdict is None or verdict.committed != rank.tables[-1]):
                 world.fail(f"rank {rank.index} serves a table that was not committed: {verdict}")
         if any(rank.crashed for rank in world.ranks):

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from moe_dist.distributed.converge import RoundWord, combine_rounds, require_one_digest
-from moe_dist.distributed.group import Verdict, head_of, senders_of, waited_for, why_not_served
 from moe_dist.distributed.plan import (
     Answer,
     CellAnswer,
@@ -28,6 +27,7 @@ from moe_dist.distributed.plan import (
     hit_digest,
     lacked_hits,
 )
+from moe_dist.distributed.words import Verdict, head_of, senders_of, waited_for, why_not_served
 from moe_dist.errors import GroupError
 from moe_dist.tuning.problem import Bucket, Cell, Epoch, Problem, Tactic, Timed, Winner, digest
 from moe_dist.tuning.search import Race

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distributed.passes import COSTS, agreed, tune
 from fakes import FakeOperation, FakeProbe
 from ranks import Rank, run_ranks
-from test_pass import COSTS, agreed, tune
 
 from moe_dist.tuning.policy import STRATEGIES
 from moe_dist.tuning.problem import ProbeSpec, Tactic

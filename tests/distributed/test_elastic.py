@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +24,6 @@ from moe_dist.backends.reference import compute
 from moe_dist.checks import bind_weights
 from moe_dist.distributed.group import RankGroup
 
-T = TypeVar("T")
 POLICY = md.MeasurementPolicy(rounds=1, sweeps=1, window=timedelta(milliseconds=1))
 LADDER = md.BucketLadder((1, 4))
 CPU = torch.device("cpu")
@@ -49,14 +48,18 @@ def weights_of(chosen: md.MoEConfig, ep_rank: int) -> md.MoEWeightPack:
 # -- joining -----------------------------------------------------------------------------------------------------------------
 
 
-class CountingGroup(RankGroup):
-    """Counts what it asks the rendezvous."""
+class Counting:
+    """A rank's view of the rendezvous that counts its requests."""
 
-    asked = 0
+    def __init__(self, store: Any) -> None:
+        self._store, self.asked = store, 0
 
-    def _ask(self, request: Callable[[], T]) -> T:
+    def clone(self) -> Counting:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
         self.asked += 1
-        return super()._ask(request)
+        return getattr(self._store, name)
 
 
 def layer_of(rank: Rank, tuner: md.Tuner) -> tuple[md.MoELayer, Callable[[], Any]]:
@@ -70,22 +73,22 @@ def layer_of(rank: Rank, tuner: md.Tuner) -> tuple[md.MoELayer, Callable[[], Any
 def serves(rank: Rank) -> Any:
     """Tunes, serves while others join, then reloads. What it served in each state, and what it asked of the rendezvous while they joined."""
     operation = Slowed(rank, fastest(ONE_SHOT))
-    client = TCPStore("127.0.0.1", rank.port, is_master=False, wait_for_workers=False)
-    group = CountingGroup(client, rank.index, rank.size, progress_timeout=timedelta(seconds=30))
+    counting: Any = Counting(TCPStore("127.0.0.1", rank.port, is_master=False, wait_for_workers=False))
+    group = RankGroup(counting, rank.index, rank.size, progress_timeout=timedelta(seconds=30))
     with md.Tuner(store=str(rank.folder / "store"), group=group, ladder=LADDER, policy=POLICY, deployment="d", device=CPU) as tuner:
         layer, serve = layer_of(rank, tuner)
         tuner.record(operation)
         tuner.run_pass()
         reduced = ServedAllReduce(operation, tuner)
         before, table = serve(), tuner.epoch
-        asked = group.asked
+        asked = counting.asked
         assert asked > 0, "requests are counted"
         rank.mark(f"serving-{rank.index}")
         while not (rank.folder / "mark-joined").exists():  # in the middle of this the rank is stopped
             serve()
             time.sleep(0.01)
         right = serve_right(rank, reduced, 4)
-        while_joining = group.asked - asked
+        while_joining = counting.asked - asked
         kept = tuner.epoch is table and serve() == before
         reloaded = tuner.reload()
         tactics = [str(layer.lookup(count)) for count in (1, 4)]

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from distributed.test_pass import COSTS, POLICY, each_strategy, make_tuner, store_each, table
+from distributed.passes import (
+    COSTS,
+    POLICY,
+    agreed,
+    each_strategy,
+    make_tuner,
+    one_operation,
+    store_each,
+    table,
+    tune,
+)
 from fakes import FakeOperation
 from ranks import Rank, run_ranks
 
@@ -17,6 +27,24 @@ from moe_dist.tuning.tuner import Tuner
 from moe_dist.versions import code_version
 
 # -- environments ------------------------------------------------------------------------------------------------------------
+
+
+def other_version(rank: Rank, strategy: str, mixed: bool) -> Any:
+    versions = {"flashinfer": "0.7.2" if rank.index == 0 else "0.7.1"}
+    return tune(rank, strategy, one_operation, lambda rank: {"versions": versions, "mixed_environments": mixed})
+
+
+@each_strategy
+def test_environments_that_differ_are_an_error_unless_allowed(strategy: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(other_version, 2, tmp_path / "refused", strategy, False)
+    assert {outcome.error for outcome in outcomes} == {"SettingsDiffer"}
+    assert (
+        "environments differ between ranks: backends is (('flashinfer', '0.7.2'),) on rank 0 and (('flashinfer', '0.7.1'),) on rank 1"
+        in outcomes[0].message
+    )
+    assert set(agreed(run_ranks(other_version, 2, tmp_path / "allowed", strategy, True)).values()) == {"quick"}
+    again = run_ranks(other_version, 2, tmp_path / "allowed", strategy, True)
+    assert [outcome.value[1:3] for outcome in again] == [(0, 2)] * 2, "one entry per environment was published"
 
 
 def of_two_kinds(rank: Rank) -> dict[str, Any]:

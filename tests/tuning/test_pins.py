@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.test_pass import make_tuner
+from distributed.passes import make_tuner
 from fakes import FakeOperation
 from ranks import Rank, Ranks
 

@@ -1,0 +1,118 @@
+"""What the ranks of a group say to each other, and what follows from it: pure functions, no rank is talked to.
+
+A step's word goes by its head, a short one as it is and a long one by its digest; a pass ends by one verdict. Whoever holds the
+same words concludes the same. `group.py` sends them, the tests' model follows every order of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Collection, Sequence
+
+import msgpack
+
+from moe_dist.errors import CallsDiffer, GroupError, NothingRunnable, PassAborted, RankLost, RankWithdrawn, SettingsDiffer, TuningError
+
+_INLINE = 256  # a word of more bytes is said by its digest first
+_ERRORS: dict[str, type[TuningError]] = {
+    kind.__name__: kind for kind in (RankLost, RankWithdrawn, PassAborted, SettingsDiffer, CallsDiffer, NothingRunnable)
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """How a pass ended, as its one rendezvous key says: `committed` to a digest, or aborted by an error for everyone."""
+
+    committed: str = ""
+    error: str = ""
+    message: str = ""
+    ranks: tuple[int, ...] = ()
+
+    def to_text(self) -> str:
+        """Hexadecimal: a compare and set takes text alone."""
+        packed: bytes = msgpack.packb([self.committed, self.error, self.message, list(self.ranks)])
+        return packed.hex()
+
+    @classmethod
+    def from_text(cls, text: str) -> Verdict:
+        committed, error, message, ranks = msgpack.unpackb(bytes.fromhex(text))
+        return cls(committed, error, message, tuple(ranks))
+
+    @property
+    def exception(self) -> TuningError | None:
+        """What every rank of an aborted pass raises."""
+        if not self.error:
+            return None
+        kind = _ERRORS[self.error]
+        return kind(self.message, self.ranks) if issubclass(kind, GroupError) else kind(self.message)
+
+
+def bundle(words: Sequence[bytes]) -> bytes:
+    """A step's words as the leader publishes them: each distinct word once, since most ranks say the same, and whose it is."""
+    places: dict[bytes, int] = {}
+    whose = [places.setdefault(word, len(places)) for word in words]
+    packed: bytes = msgpack.packb([list(places), whose if len(places) > 1 else len(whose)])
+    return packed
+
+
+def unbundle(value: bytes) -> list[bytes]:
+    distinct, whose = msgpack.unpackb(value)
+    return distinct * whose if isinstance(whose, int) else [distinct[place] for place in whose]
+
+
+def head_of(word: bytes) -> bytes:
+    """How a word is said first: a short one as it is, a long one by its digest."""
+    if len(word) <= _INLINE:
+        return b"=" + word
+    return b"#" + hashlib.sha256(word).digest()[:16]
+
+
+def senders_of(heads: Sequence[bytes]) -> dict[bytes, int]:
+    """{head of a long word: the rank that sends its bytes}; empty where all said the same, since then everybody has them."""
+    if len(set(heads)) == 1:
+        return {}
+    senders: dict[bytes, int] = {}
+    for rank, head in enumerate(heads):
+        if head.startswith(b"#"):
+            senders.setdefault(head, rank)
+    return senders
+
+
+def require_one_step(steps: Sequence[str], names: Sequence[int]) -> None:
+    """CallsDiffer: ranks have met in different steps; names those that are not where most are."""
+    if len(set(steps)) > 1:
+        usual = max(steps, key=list(steps).count)  # the first of equally many: the same on every rank
+        odd = {name: step for name, step in zip(names, steps, strict=True) if step != usual}
+        raise CallsDiffer(
+            "ranks are in different calls: " + ", ".join(f"rank {name} in {step}" for name, step in odd.items())
+            + f", the rest in {usual}; all ranks of a group make the same calls in the same order", odd,
+        )  # fmt: skip
+
+
+def require_one_version(versions: Sequence[str], names: Sequence[int]) -> None:
+    """SettingsDiffer: ranks run other code, whose words can't be read; names those that differ from the most."""
+    if len(set(versions)) > 1:
+        usual = max(versions, key=list(versions).count)  # the first of equally many: the same on every rank
+        odd = {name: version for name, version in zip(names, versions, strict=True) if version != usual}
+        raise SettingsDiffer(
+            "ranks run other versions of moe_dist: " + ", ".join(f"rank {name} {version}" for name, version in odd.items())
+            + f", the rest {usual}; install the same on all: mixed_environments allows other GPUs, drivers and libraries, no other code of "
+            "ours, which reads what ranks say", odd, ["version"],
+        )  # fmt: skip
+
+
+def waited_for(spoken: Collection[int], rank: int, size: int) -> list[int]:
+    """Who keeps a step from ending, as `rank` sees it: those without a word; once all have spoken, the leader that has not
+    published them; for the leader itself then nobody."""
+    silent = [other for other in range(size) if other != rank and other not in spoken]
+    return silent or [0] * (rank != 0)
+
+
+def why_not_served(verdict: Verdict, table_digest: str, number: int, name: int) -> TuningError | None:
+    """Why rank `name`, which holds a table of this digest at the end of pass `number`, may not serve it; None: it was committed."""
+    if verdict.error:
+        return verdict.exception
+    if verdict.committed != table_digest:
+        return PassAborted(f"pass {number} was committed to table {verdict.committed}, but rank {name} holds {table_digest}", [name])
+    return None

@@ -1,0 +1,60 @@
+"""Stores that serve as a rendezvous, in other ways or no longer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.in_threads import Make, opened, results, together
+from torch._C._distributed_c10d import FileStore, HashStore
+
+from moe_dist.distributed import rendezvous
+from moe_dist.distributed.group import RankGroup
+from moe_dist.errors import (
+    RendezvousLost,
+    TunerStateError,
+)
+
+
+def test_a_rendezvous_that_reads_one_value_at_a_time_serves_too(make: Make, tmp_path: Path) -> None:
+    def talk(rank: RankGroup) -> list[bytes]:
+        rank.begin_pass()
+        return rank.exchange("agree", b"%d" % rank.rank)
+
+    assert results(together(make(3, FileStore(str(tmp_path / "rendezvous"), 3)), talk)) == [[b"0", b"1", b"2"]] * 3
+
+
+class _Stuck:
+    """A rendezvous whose server stops answering."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.stuck = store, threading.Event()
+
+    def clone(self) -> _Stuck:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*args: Any) -> Any:
+            if self.stuck.is_set():
+                time.sleep(3.0)
+            return getattr(self._store, name)(*args)
+
+        return request
+
+
+def test_a_rendezvous_that_stops_answering_is_lost_in_bounded_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "REQUEST_TIMEOUT", timedelta(seconds=0.3))
+    store = _Stuck(HashStore())
+    rank = opened(make(2, store, host=0))[1]
+    store.stuck.set()
+    started = time.monotonic()
+    with pytest.raises(RendezvousLost, match="the rendezvous store, which rank 0 serves, can't be reached") as told:
+        rank.exchange("agree", b"")
+    assert time.monotonic() - started < 2.5
+    assert told.value.ranks == (0,)
+    with pytest.raises(TunerStateError, match=r"dead \(rendezvous lost\)"):
+        rank.begin_pass()
