@@ -31,6 +31,7 @@ from moe_dist.stores.codec import Malformed, decode_epoch
 from moe_dist.stores.open import open_store
 from moe_dist.tensors import MoEActivationPack, MoEWeightPack
 from moe_dist.tuning.pass_terms import ProgressEvent
+from moe_dist.tuning.pins import Pins
 from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.problem import MODES, Bucket, BucketLadder, Epoch, Tactic, Winner, digest
 from moe_dist.tuning.tuner import PassReport, Tuner
@@ -94,17 +95,22 @@ class _ServedLayer:
 
 
 class ServedModel:
-    """The MoE layers of one model on this rank. Layers are added while the model loads, tuned once in warm-up, then served.
+    """The MoE layers of one model on this rank. Layers are added while the model loads, tuned in warm-up, then served.
 
+    An engine that warms up again tunes again, by another `Tuner`: graphs that were captured before it pin its epoch too.
     deployment: whose epochs these are. versions: of foreign backends among the layers' extra ones, part of every key.
+    earlier: what served this model until now, if its layers were made anew.
     """
 
-    def __init__(self, settings: ServingSettings, *, deployment: str, versions: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, settings: ServingSettings, *, deployment: str, versions: Mapping[str, str] | None = None, earlier: ServedModel | None = None
+    ) -> None:
         self.settings = settings
         self.epoch = Epoch(deployment=deployment)
         self.measured, self.tuning = 0, timedelta(0)  # of the last `tune`: candidates timed here, and how long it took
         self._deployment, self._versions = deployment, dict(versions or {})
         self._layers: list[_ServedLayer] = []
+        self._pins: Pins = Pins() if earlier is None else earlier._pins  # of every tuner that these layers had
 
     def add(self, name: str, config: MoEConfig, weights: MoEWeightPack, extra_backends: Iterable[Backend] = ()) -> MoELayer:
         """A layer to call with `weights`; it runs the defaults until the model is tuned. extra_backends: the framework's own, for this layer;
@@ -149,7 +155,8 @@ class ServedModel:
 
         group: the ranks that run these layers in step; None: alone. workspace_limit: what was kept free for one call; a tactic that needs
         more is out; None: half of what is free now. Returns how many candidates were timed here: 0 after a warm start.
-        Whatever `Tuner.run_pass` raises: the engine's start-up must end with it. StoreError: the store's URL has no meaning.
+        Whatever `Tuner.run_pass` raises, as PassAborted where graphs of an earlier tuning live on any rank: the engine's start-up must end
+        with it. StoreError: the store's URL has no meaning.
         """
         settings, started, measured = self.settings, time.monotonic(), 0
         if settings.tune != "off" and (self._layers or group is not None):
@@ -162,6 +169,7 @@ class ServedModel:
                 workspace_limit=_spare_bytes(device) if workspace_limit is None else workspace_limit,
                 progress_timeout=limits.progress_timeout, cap=limits.cap, on_progress=_progress_line(),
             ) as tuner:  # fmt: skip
+                tuner.pins = self._pins
                 for served in self._layers:
                     tuner.record(self._operation(served))
                 for index, (policy, buckets) in enumerate(passes):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
+import multiprocessing
+import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +17,7 @@ import torch
 
 import moe_dist as md
 from moe_dist.distributed.epoch import published
+from moe_dist.errors import PassAborted
 from moe_dist.serving import Deadlines, ServedModel, TokenCounts, faults
 from moe_dist.settings import ServingSettings, serving_settings
 from moe_dist.stores.filesystem import FilesystemStore
@@ -154,6 +159,40 @@ def test_a_reloaded_layer_replaces_the_one_of_its_name() -> None:
     served.add("layers.0", config(4), weights_of(config(4)))
     served.add("layers.0", config(6), weights_of(config(6)))
     assert [line.partition(" experts")[0] for line in served.describe(COUNTS)] == ["1 x (6"]
+
+
+def test_graphs_of_an_earlier_tuning_hold_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that warms up again, with the same layers or with new ones: what was captured meanwhile is still replayed."""
+    monkeypatch.setattr("moe_dist.tuning.pins._GRACE_S", 0.05)
+    served = model("memory:")
+    layer = served._layers[0].layer
+    assert served.tune(COUNTS, None, ENGINE_TIMEOUT) > 0
+    first, epoch = layer.tuner, served.epoch
+    assert first is not None
+    again = ServedModel(served.settings, deployment="test", earlier=served)
+    again.add("layers.0", config(), weights_of(config()))
+    with first.pin():  # as a captured graph has one
+        for either in (served, again):
+            with pytest.raises(PassAborted, match=r"rank 0: pins \(1\) hold the epoch that is served"):
+                either.tune(COUNTS, None, ENGINE_TIMEOUT)
+        assert (layer.tuner, served.epoch) == (first, epoch)
+    for either in (served, again):
+        either.tune(COUNTS, None, ENGINE_TIMEOUT)
+    assert layer.tuner is not first
+
+
+def test_tuning_leaves_the_process_as_it_was(tmp_path: Path) -> None:
+    """Whatever stayed would cost each step of the engine that serves on: threads, children, a changed garbage collector."""
+
+    def state() -> tuple[object, ...]:
+        return gc.isenabled(), gc.get_threshold(), list(gc.callbacks), list(sys.meta_path), multiprocessing.active_children()
+
+    before, threads = state(), set(threading.enumerate())
+    model(tmp_path).tune(COUNTS, None, ENGINE_TIMEOUT)
+    assert state() == before
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(30)  # it was told to end, and may not have come to it yet
+        assert not thread.is_alive(), thread
 
 
 class Framework(md.Backend):

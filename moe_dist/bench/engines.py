@@ -381,7 +381,7 @@ def _spec(plan: Plan, model: Path, place: Place, backend: str, cards: Sequence[i
 
 
 def _cell(plan: Plan, place: Place, engines: Mapping[str, Engine], batch: int) -> dict[str, Any]:
-    """One cell's row: interleaved pairs, then the share of the MoE layers by their own time."""
+    """One cell's row: interleaved pairs, then what a step costs the host, and the share of the MoE layers by their own time."""
     new = _new_tokens(place, batch)
     question = {"batch": batch, "prompt": PROMPT, "new": new}
     for _ in range(WARM_UPS):
@@ -404,6 +404,7 @@ def _cell(plan: Plan, place: Place, engines: Mapping[str, Engine], batch: int) -
             equal = [pair["auto"][field] / pair[CONTROL][field] for pair in pairs]
             row[f"{name}_control"] = [round(value, 4) for value in interval(equal)]
         row |= {field: round(statistics.median(values["moe_dist"]), 1), f"{field}_auto": round(statistics.median(values["auto"]), 1)}
+    row |= {f"host_{backend}": engines[backend].ask("host", 300, **question) for backend in BACKENDS}
     row |= _moe_share(plan, engines, batch, new, row)
     return row
 

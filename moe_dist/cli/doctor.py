@@ -14,7 +14,7 @@ import torch
 from moe_dist.backends.registry import explain_backends
 from moe_dist.cli.checks import positive, why_not_kept
 from moe_dist.config import DEFAULT_MAX_NUM_TOKENS, ExpertConfig, MoEConfig, RoutingConfig
-from moe_dist.interop.hf_config import read_model
+from moe_dist.interop.hf_config import loadable, read_model
 from moe_dist.settings import default_store
 from moe_dist.stores.layered import ReadOnlyStore
 from moe_dist.stores.open import open_store
@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"backend {name} on {device.type}: {'runs a small bf16 layer' if reason is None else reason}")
     for point in importlib.metadata.entry_points(group=REPORTS):
         if point.name == arguments.framework:
-            for line in point.load()(arguments.store, arguments.model, arguments.tp, arguments.ep, arguments.max_tokens):
+            model = None if arguments.model is None else loadable(arguments.model)
+            for line in point.load()(arguments.store, model, arguments.tp, arguments.ep, arguments.max_tokens):
                 print(line)
     return _check_store(arguments.store or default_store())
 

@@ -133,15 +133,34 @@ def read_model(name_or_path: str) -> ModelShape:
         return _read(name_or_path, _load(path))
     if name_or_path.endswith(".json") or name_or_path.startswith((".", "/", "~")):
         raise ConfigError(f"model {name_or_path!r}: no such file or folder")
-    published = _published()
-    wanted = name_or_path.lower()
-    for name, entry in published.items():
-        repos = [repo.lower() for repo in entry["repos"]]
-        if wanted in (name, *repos, *(repo.split("/")[-1] for repo in repos)):
-            return _read(name, entry["config"])
+    if (found := _known(name_or_path)) is not None:
+        return _read(found[0], found[1]["config"])
+    published, wanted = _published(), name_or_path.lower()
     close = difflib.get_close_matches(wanted.split("/")[-1], published, n=4, cutoff=0.5)
     hint = f"close names: {', '.join(close)}" if close else f"known: {', '.join(sorted(published))}"
     raise ConfigError(f"unknown model {name_or_path!r}; {hint}; for any other, pass its config.json or the folder that holds it")
+
+
+def loadable(name_or_path: str) -> str:
+    """What a serving engine loads, and `read_model` reads, for a model that `read_model` knows: its folder, or its repo id."""
+    path = Path(name_or_path)
+    if path.is_file() and path.name == "config.json":
+        return str(path.parent)
+    found = None if path.exists() else _known(name_or_path)
+    if found is None:
+        return name_or_path
+    repos: list[str] = found[1]["repos"]
+    return next((repo for repo in repos if name_or_path.lower() in (repo.lower(), repo.lower().split("/")[-1])), repos[0])
+
+
+def _known(name: str) -> tuple[str, dict[str, Any]] | None:
+    """The short name and the entry of a published model, by any of its names."""
+    wanted = name.lower()
+    for short, entry in _published().items():
+        repos = [repo.lower() for repo in entry["repos"]]
+        if wanted in (short, *repos, *(repo.split("/")[-1] for repo in repos)):
+            return short, entry
+    return None
 
 
 def _published() -> dict[str, Any]:

@@ -24,6 +24,11 @@ class Need:
     parameters: tuple[str, ...] = ()
 
 
+def members(module: str, owner: str, *names: str) -> tuple[Need, ...]:
+    """A need for each of a class's `names`."""
+    return tuple(Need(module, f"{owner}.{name}") for name in names)
+
+
 def package_root(package: str) -> Path | None:
     """The folder of an installed package; None: it isn't installed here."""
     spec = importlib.util.find_spec(package)

@@ -40,6 +40,7 @@ for line in sys.stdin:
         "start": {"seconds": 2.0, "workers": [worker, worker]},
         "report": [worker],
         "generate": {"seconds": 1.0, "tokens_per_s": 100 * speed, "itl_us": 1000 / speed, "tokens": [[1, 2, 3 if ours else 4]] * 8},
+        "host": {"step_us": 1000.0, "replay_us": 20.0 if ours else 10.0},
         "moe_us": [{"tokens": count, "us": 500.0 * count, "own": count < 100 if ours else None} for count in asked.get("counts", [])],
         "moe_error": [{"tokens": count, "error": 0.01 if ours else 0.02} for count in asked.get("counts", [])],
         "logits": [[0.0, 2.0, 4.0, 6.0 + (spec["draw"] != "dequantised") * (1 if ours else 2)]] * 8,
@@ -75,6 +76,7 @@ def test_a_cell_has_its_ratio_its_shares_and_what_its_engines_are(plan: Any, tmp
     # A batch of 1: one prefill of 128 tokens, not ours, and 31 steps of one token, ours.
     assert cell["own_time_share"] == pytest.approx(31 / (31 + 128), abs=1e-4)
     assert cell["moe_time_share"] == pytest.approx(0.5, abs=0.01)
+    assert (cell["host_moe_dist"]["replay_us"], cell["host_auto"]["replay_us"]) == (20.0, 10.0)
     assert (cell["own_bucket_share"], cell["tuning_seconds"], cell["kv_tokens"], cell["kv_tokens_auto"]) == (0.75, 1.5, 990, 1000)
     (tokens,) = ledger.tables["tokens"]
     assert (tokens["first_equal"], tokens["of"], tokens["mean_prefix"]) == (8, 8, 2.0)

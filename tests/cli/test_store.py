@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,18 @@ def test_doctor_recommends_nothing_that_tune_refuses(
 def test_doctor_takes_a_model_that_tune_takes(tmp_path: Path) -> None:
     # Its routing can't be described: the printed command says --routed.
     assert main(["doctor", "--store", str(tmp_path), "--model", "phi-3.5-moe", "--tp", "2"]) == 0
+
+
+def test_doctor_of_an_engine_is_told_what_the_engine_can_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Point:
+        name = "engine"
+
+        def load(self) -> Callable[..., list[str]]:
+            return lambda store, model, tp, ep, max_tokens: [f"serve {model}"]
+
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Point()])
+    for given, served in (["--model", "OLMoE-1B-7B"], "allenai/OLMoE-1B-7B-0924"), ([], "None"):
+        assert main(["doctor", "engine", "--store", str(tmp_path), *given]) == 0
+        assert f"\nserve {served}\n" in capsys.readouterr().out

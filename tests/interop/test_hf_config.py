@@ -10,7 +10,7 @@ import pytest
 
 from moe_dist.config import ActivationConfig, QuantConfig, RoutingConfig
 from moe_dist.errors import ConfigError
-from moe_dist.interop.hf_config import FAMILIES, known_models, read_model
+from moe_dist.interop.hf_config import FAMILIES, known_models, loadable, read_model
 
 FP8_BLOCK = QuantConfig(weight="fp8", granularity="block", block_shape=(128, 128))
 
@@ -130,6 +130,33 @@ def test_activations_of_the_families() -> None:
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B", "qwen/qwen3-30b-a3b-INSTRUCT-2507"])
 def test_name_is_case_insensitive_and_may_be_a_repo_id(name: str) -> None:
     assert read_model(name).name == "qwen3-30b-a3b"
+
+
+@pytest.mark.parametrize(
+    ("name", "loaded"),
+    [
+        ("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"),  # our short name
+        ("Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-30B-A3B-Instruct-2507"),  # of a repo that shares another's shape
+        ("qwen/qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"),
+        ("someone/unknown", "someone/unknown"),
+    ],
+)
+def test_what_an_engine_loads_is_a_repo_id(name: str, loaded: str) -> None:
+    assert loadable(name) == loaded
+
+
+def test_every_published_shape_names_what_an_engine_loads() -> None:
+    for name in known_models():
+        assert loadable(name).count("/") == 1
+        assert read_model(loadable(name)).name == name
+
+
+def test_what_an_engine_loads_is_a_folder(tmp_path: Path) -> None:
+    path = written(tmp_path, config())
+    assert loadable(path) == loadable(str(tmp_path)) == str(tmp_path)
+    other = tmp_path / "other.json"  # no engine loads it, but tuning reads it
+    other.write_text(Path(path).read_text())
+    assert loadable(str(other)) == str(other)
 
 
 @pytest.mark.parametrize("as_folder", [False, True])

@@ -7,15 +7,11 @@ checked as a whole before a hook or the choice is registered: SGLang only logs a
 from __future__ import annotations
 
 from moe_dist.framework import NAME, Framework
-from moe_dist.interop.source import Need
+from moe_dist.interop.source import Need, members
 
 MOE = "srt.layers.moe"
 UNQUANTISED = "srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
 FP8 = "srt.layers.quantization.fp8.Fp8MoEMethod"
-
-
-def _members(module: str, owner: str, *names: str) -> tuple[Need, ...]:
-    return tuple(Need(module, f"{owner}.{name}") for name in names)
 
 
 def _method(name: str) -> tuple[Need, ...]:
@@ -52,27 +48,27 @@ NEEDS = (
     Need("srt.runtime_context", "get_lora"),
     Need("srt.utils.common", "is_cuda"),
     Need("srt.utils.common", "use_intel_amx_backend", ("layer",)),
-    *_members(
+    *members(
         f"{MOE}.moe_runner.base", "MoeRunnerConfig", "num_experts", "top_k", "num_fused_shared_experts", "params_dtype", "hidden_size",
         "intermediate_size_per_partition", "activation", "is_gated", "apply_router_weight_on_input", "no_combine",
         "inplace", "routed_scaling_factor", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit",
         "swiglu_limit", "gate_up_interleaved",
     ),
-    *_members(
+    *members(
         f"{MOE}.moe_runner.triton", "TritonMoeQuantInfo", "w13_weight", "w2_weight", "b13", "b2", "w13_scale", "w2_scale", "a13_scale",
         "a2_scale", "block_shape",
     ),
     # native.py
     Need(f"{MOE}.fused_moe_native", "moe_forward_native", ("layer", "x", "topk_output", "moe_runner_config")),
     Need(f"{MOE}.moe_runner.triton", "fused_experts_none_to_triton", ("dispatch_output", "quant_info", "runner_config")),
-    *_members(f"{MOE}.token_dispatcher.standard", "StandardDispatchOutput", "hidden_states", "hidden_states_scale", "topk_output"),
-    *_members(f"{MOE}.topk", "StandardTopKOutput", "topk_weights", "topk_ids", "router_logits"),
+    *members(f"{MOE}.token_dispatcher.standard", "StandardDispatchOutput", "hidden_states", "hidden_states_scale", "topk_output"),
+    *members(f"{MOE}.topk", "StandardTopKOutput", "topk_weights", "topk_ids", "router_logits"),
     # runner.py
     Need("srt.distributed.device_communicators.pynccl_allocator", "use_symmetric_memory", ("group_coordinator", "disabled")),
     Need("srt.layers.dp_attention", "is_allocation_symmetric"),
     Need(f"{MOE}.moe_runner.base", "DispatchMoeRunnerCore.run_from_dispatch", ("self", "dispatch_output", "quant_info", "runner_config")),
-    *_members(f"{MOE}.token_dispatcher.standard", "StandardCombineInput", "hidden_states"),
-    *_members(f"{MOE}.topk", "TopKOutputChecker", "format_is_standard", "format_is_packed", "format_is_bypassed"),
+    *members(f"{MOE}.token_dispatcher.standard", "StandardCombineInput", "hidden_states"),
+    *members(f"{MOE}.topk", "TopKOutputChecker", "format_is_standard", "format_is_packed", "format_is_bypassed"),
     Need(f"{MOE}.topk", "BypassedTopKOutput.to_standard", ("self",)),
     Need(f"{MOE}.topk", "PackedTopKOutput.packed_topk_ids"),
     Need(f"{MOE}.utils", "RegisteredMoeRunnerBackend"),

@@ -1,8 +1,8 @@
 """One vLLM engine that a benchmark drives: a process that starts it, answers questions in JSON lines, and knows nothing of other engines.
 
 `python -m moe_dist_vllm.bench SPEC` (SPEC: JSON, see `Spec`). It loads vLLM, says {"loaded": true}, and then does what each line of its
-input asks for, with one line of answer: {"do": "start"}, {"do": "generate", ...}, {"do": "moe_us", ...}, {"do": "profile", ...},
-{"do": "end"}. `moe_dist.bench.engines` is the other side. Everything that vLLM prints goes to stderr.
+input asks for, with one line of answer: {"do": "start"}, {"do": "generate", ...}, {"do": "host", ...}, {"do": "moe_us", ...},
+{"do": "profile", ...}, {"do": "end"}. `moe_dist.bench.engines` is the other side. Everything that vLLM prints goes to stderr.
 
 Weights are drawn when the engine loads, from each parameter's name, so that two engines hold the same model: vLLM's own dummy
 weights are so small that fp8 rounds them all to zero. That needs experts in the checkpoint's layout, which Triton's and ours are.
@@ -13,10 +13,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import math
 import os
+import resource
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -85,6 +88,14 @@ class Questions:
         """How far the first MoE layer's experts are from fp32 on the weights' meaning, over 16 of `count` tokens, relative to the truth."""
         return {"tokens": count, "error": _layer_error(self, count, count <= _largest_captured(self))}
 
+    def moe_dist_watch(self: Any, on: bool) -> dict[str, float]:
+        """Begin to watch what this process does on the host; or end it: see `HostWatch.end`."""
+        if on:
+            self._moe_dist_watch = HostWatch()
+            return {}
+        found: dict[str, float] = self._moe_dist_watch.end()
+        return found
+
     def moe_dist_record(self: Any, on: bool) -> dict[str, float]:
         """Begin to record what the device runs; or end it: microseconds by kernel name."""
         if on:
@@ -94,6 +105,48 @@ class Questions:
         _wait(self.device)
         self._moe_dist_recorder.__exit__(None, None, None)
         return _sums(self._moe_dist_recorder, self.device)
+
+
+class HostWatch:
+    """What this process spends on the host, from its making to `end`: graph launches above all, since a step that waits for the host
+    is as long as they are."""
+
+    def __init__(self) -> None:
+        self._replays, self._replay_ns, self._collections, self._collect_ns, self._began = 0, 0, 0, 0, 0
+        self._replay = replay = torch.cuda.CUDAGraph.replay
+
+        def timed(graph: torch.cuda.CUDAGraph) -> None:
+            began = time.perf_counter_ns()
+            replay(graph)
+            self._replay_ns += time.perf_counter_ns() - began
+            self._replays += 1
+
+        torch.cuda.CUDAGraph.replay = timed  # type: ignore[method-assign, assignment]
+        gc.callbacks.append(self._collected)
+        self._cpu, self._switches = time.process_time_ns(), self._count_switches()
+
+    def end(self) -> dict[str, float]:
+        """replays of CUDA graphs and microseconds of host time in them; collections of garbage and microseconds in them; cpu_us: of this
+        process, all threads; switches: times that it was put aside, waiting or not; threads: of Python, now."""
+        found = {"cpu_us": (time.process_time_ns() - self._cpu) / 1e3, "switches": self._count_switches() - self._switches}
+        torch.cuda.CUDAGraph.replay = self._replay  # type: ignore[method-assign]
+        gc.callbacks.remove(self._collected)
+        return found | {
+            "replays": self._replays, "replay_us": self._replay_ns / 1e3, "collections": self._collections,
+            "collect_us": self._collect_ns / 1e3, "threads": threading.active_count(),
+        }  # fmt: skip
+
+    def _collected(self, phase: str, info: object) -> None:
+        if phase == "start":
+            self._began = time.perf_counter_ns()
+        elif self._began:
+            self._collect_ns += time.perf_counter_ns() - self._began
+            self._collections += 1
+
+    @staticmethod
+    def _count_switches() -> int:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return used.ru_nvcsw + used.ru_nivcsw
 
 
 def _largest_captured(worker: Any) -> int:
@@ -360,6 +413,18 @@ class Engine:
         if keep:
             answer["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
         return answer
+
+    def host(self, batch: int, prompt: int, new: int) -> dict[str, float]:
+        """What rank 0 spends on the host in `generate`, for each of the `new` tokens: as `HostWatch.end`, but threads; and step_us."""
+        self._llm.collective_rpc("moe_dist_watch", args=(True,))
+        seconds = self.generate(batch, prompt, new)["seconds"]
+        found = self._llm.collective_rpc("moe_dist_watch", args=(False,))[0]
+        threads = found.pop("threads")
+        return {
+            "step_us": round(seconds / new * 1e6, 1),
+            **{name: round(spent / new, 2) for name, spent in found.items()},
+            "threads": threads,
+        }
 
     def moe_us(self, counts: list[int]) -> list[dict[str, Any]]:
         found: list[list[dict[str, Any]]] = self._llm.collective_rpc("moe_dist_moe_us", args=(counts,))

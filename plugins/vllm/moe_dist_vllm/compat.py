@@ -9,15 +9,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from moe_dist.interop import source
-from moe_dist.interop.source import Need
+from moe_dist.interop.source import Need, members
 
 TESTED = "0.26 to 0.33"
 FUSED_MOE = "model_executor.layers.fused_moe"
+
+
 NEEDS = (
     Need("config.kernel", "MoEBackend"),
     Need("config.kernel", "KernelConfig.moe_backend"),
     Need("config.speculative", "SpeculativeConfig"),
     Need("config.vllm", "VllmConfig.additional_config"),
+    Need("config.vllm", "set_current_vllm_config", ("vllm_config",)),
+    Need("config.vllm", "get_current_vllm_config"),
+    *members(
+        "config.parallel", "ParallelConfig", "data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"
+    ),
+    Need("config.scheduler", "SchedulerConfig.max_num_batched_tokens"),
+    *members("config.compilation", "CompilationConfig", "cudagraph_mode", "cudagraph_capture_sizes"),
+    Need("config.compilation", "CUDAGraphMode.FULL_DECODE_ONLY"),
+    *members("config.model", "ModelConfig", "enforce_eager", "served_model_name"),
     Need("engine.arg_utils", "_compute_kwargs", ("cls",)),
     Need("engine.arg_utils", "NEEDS_HELP"),
     Need(f"{FUSED_MOE}.oracle.unquantized", "map_unquantized_backend", ("runner_backend",)),
@@ -28,11 +39,29 @@ NEEDS = (
     Need(f"{FUSED_MOE}.oracle.fp8", "backend_to_kernel_cls", ("backend",)),
     Need(f"{FUSED_MOE}.oracle.fp8", "select_fp8_moe_backend", ("config", "weight_key", "activation_key")),
     Need(f"{FUSED_MOE}.oracle.fp8", "Fp8MoeBackend.TRITON"),
-    Need(f"{FUSED_MOE}.activation", "MoEActivation.SILU"),
-    Need(f"{FUSED_MOE}.config", "FusedMoEConfig.moe_backend"),
-    Need(f"{FUSED_MOE}.config", "FusedMoEConfig.moe_parallel_config"),
-    Need(f"{FUSED_MOE}.config", "FusedMoEParallelConfig.all2all_backend"),
-    Need(f"{FUSED_MOE}.config", "FusedMoEParallelConfig.enable_eplb"),
+    *members(
+        f"{FUSED_MOE}.activation", "MoEActivation", "SILU", "GELU_TANH", "SILU_NO_MUL", "GELU_TANH_NO_MUL", "RELU2_NO_MUL"
+    ),
+    *members(
+        f"{FUSED_MOE}.config", "FusedMoEConfig", "moe_backend", "moe_parallel_config", "num_experts", "num_local_experts", "experts_per_token",
+        "hidden_dim", "intermediate_size_per_partition", "activation", "is_act_and_mul", "device", "in_dtype", "max_num_tokens", "has_bias",
+        "is_lora_enabled",
+    ),
+    *members(
+        f"{FUSED_MOE}.config", "FusedMoEParallelConfig", "tp_size", "tp_rank", "ep_size", "ep_rank", "use_all2all_kernels", "all2all_backend",
+        "enable_eplb",
+    ),
+    *members(
+        f"{FUSED_MOE}.config", "FusedMoEQuantConfig", "block_shape", "w1_scale", "w2_scale", "w1_bias", "w2_bias", "a1_scale", "quant_dtype",
+        "per_act_token_quant",
+    ),
+    Need(f"{FUSED_MOE}.modular_kernel", "FusedMoEActivationFormat.Standard"),
+    *members(
+        f"{FUSED_MOE}.modular_kernel", "FusedMoEExperts", "activation_format", "is_monolithic", "expects_unquantized_inputs", "a2_scale",
+        "_supports_current_device", "_supports_no_act_and_mul", "_supports_quant_scheme", "_supports_activation", "_supports_parallel_config",
+    ),
+    *members(f"{FUSED_MOE}.modular_kernel", "FusedMoEExpertsModular", "moe_problem_size", "workspace_dtype"),
+    Need(f"{FUSED_MOE}.modular_kernel", "FusedMoEKernel.fused_experts"),
     Need(f"{FUSED_MOE}.modular_kernel", "FusedMoEExperts.is_supported_config", ("cls", "moe_config", "weight_key", "activation_key")),
     Need(f"{FUSED_MOE}.modular_kernel", "FusedMoEExpertsModular.finalize_weight_and_reduce_impl", ("self",)),
     Need(
@@ -50,15 +79,18 @@ NEEDS = (
     ),
     Need(f"{FUSED_MOE}.topk_weight_and_reduce", "TopKWeightAndReduceNoOP"),
     Need(f"{FUSED_MOE}.utils", "moe_kernel_quantize_input", ("A", "A_scale", "quant_dtype", "per_act_token_quant", "block_shape")),
-    Need("model_executor.layers.quantization.utils.fp8_utils", "prepare_fp8_moe_layer_for_deepgemm", ("w13", "w2", "w13_scale", "w2_scale")),
     Need("utils.deep_gemm", "is_deep_gemm_e8m0_used"),
     Need("utils.deep_gemm", "is_deep_gemm_supported"),
     Need("distributed.parallel_state", "get_tp_group"),
+    Need("distributed.parallel_state", "get_pp_group"),
     Need("distributed.parallel_state", "_EP"),
     Need("envs", "VLLM_ENGINE_READY_TIMEOUT_S"),
     Need("v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", ("self",)),
     Need("v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",)),
     Need("v1.worker.gpu_model_runner", "GPUModelRunner.profile_run", ("self",)),
+    Need("v1.worker.gpu_model_runner", "GPUModelRunner.get_model", ("self",)),
+    Need("v1.worker.gpu.model_runner", "GPUModelRunner.profile_run", ("self",)),
+    Need("v1.worker.gpu.model_runner", "GPUModelRunner.get_model", ("self",)),
     Need("v1.worker.cpu_worker", "CPUWorker.compile_or_warm_up_model", ("self",)),
 )  # fmt: skip
 

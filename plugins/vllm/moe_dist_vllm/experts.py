@@ -149,10 +149,11 @@ class MoEDistExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     ) -> None:
         if apply_router_weight_on_input:  # vLLM's prepare step has applied it to hidden_states
             topk_weights = torch.ones_like(topk_weights)
+        call = (output, hidden_states, w1, w2, topk_weights, topk_ids, expert_map)
         if torch.compiler.is_compiling():
-            torch.ops.moe_dist_vllm.experts(output, hidden_states, w1, w2, topk_weights, topk_ids, expert_map, self._number)
+            torch.ops.moe_dist_vllm.experts(*call, self._number)
         else:
-            self.run(output, hidden_states, w1, w2, topk_weights, topk_ids, expert_map)
+            self.run(*call)
 
     def run(
         self,
@@ -311,18 +312,15 @@ def _config(moe_config: Any, quant: md.QuantConfig, *, limit: float | None = Non
     )  # fmt: skip
 
 
-@torch.library.custom_op("moe_dist_vllm::experts", mutates_args=("output",))
-def _experts(
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    number: int,
-) -> None:
-    _EXPERTS[number].run(output, hidden_states, w1, w2, topk_weights, topk_ids, expert_map)
+@torch.library.custom_op(
+    "moe_dist_vllm::experts",
+    mutates_args=("output",),
+    schema="(Tensor(a!) output, Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, int number) -> ()",
+)
+def _experts(*call: Any) -> None:
+    """`MoEDistExperts.run` of the experts that have this number."""
+    *tensors, number = call
+    _EXPERTS[number].run(*tensors)
 
 
 @_experts.register_fake

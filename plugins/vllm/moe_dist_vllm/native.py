@@ -2,6 +2,8 @@
 
 The rule of memory: only experts that read the checkpoint's weights as they lie join, beside ours and beside each other. Where `auto`'s
 choice wants them laid out anew, a second copy of all experts would be needed: it is left out, and the log says what the copy would be.
+Scales are shared too, so that weights which vLLM reloads in place are what these experts read: DeepGEMM takes fp32 scales of 128 x 128
+blocks as the checkpoint has them, unless it rounds scales to powers of two (E8M0), which it does to the weights as well.
 """
 
 from __future__ import annotations
@@ -60,10 +62,7 @@ class VllmBackend(md.Backend):
 
     def bind(self, layer: md.BoundLayer, tactic: md.Tactic) -> Callable[[md.MoEActivationPack, torch.Tensor], md.Tactic]:
         """Calls the experts as vLLM's modular kernel does without data parallelism: quantise, workspaces, apply."""
-        cls = self._classes[str(tactic["experts"])]
-        quant = self._quant_config
-        if "DeepGemm" in cls.__name__:
-            quant = _deep_gemm_scales(layer, quant)
+        cls, quant = self._classes[str(tactic["experts"])], self._quant_config
         experts: Any = cls(self._moe_config, quant)
         if not isinstance(experts.finalize_weight_and_reduce_impl(), TopKWeightAndReduceNoOP):
             raise TypeError(f"{cls.__name__} leaves the sum over experts to its caller")
@@ -140,21 +139,6 @@ def _rewrites_weights() -> bool:
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used, is_deep_gemm_supported
 
     return not is_deep_gemm_supported() or bool(is_deep_gemm_e8m0_used())
-
-
-def _deep_gemm_scales(layer: md.BoundLayer, quant: Any) -> Any:
-    """The quant config with the scales as DeepGEMM wants them: a copy of the scales, 1/4096 of the weights; the weights are shared."""
-    from vllm.model_executor.layers.quantization.utils.fp8_utils import prepare_fp8_moe_layer_for_deepgemm
-
-    weights = layer.weights
-
-    def prepare(pack: md.MoEWeightPack) -> tuple[torch.Tensor, torch.Tensor]:
-        w13, w2, s13, s2 = prepare_fp8_moe_layer_for_deepgemm(pack.w13, pack.w2, pack.w13_scale, pack.w2_scale, tuple(quant.block_shape))
-        assert (w13.data_ptr(), w2.data_ptr()) == (pack.w13.data_ptr(), pack.w2.data_ptr())
-        return s13, s2
-
-    s13, s2 = weights.prepare_for("vllm_deep_gemm", prepare)
-    return dataclasses.replace(quant, _w1=dataclasses.replace(quant._w1, scale=s13), _w2=dataclasses.replace(quant._w2, scale=s2))
 
 
 def _weight_bytes(config: Any, weight_key: Any) -> float:

@@ -185,8 +185,8 @@ def _wrap_select(oracle: ModuleType, name: str, why_not: Callable[[Any], str | N
         try:
             if reason is None:
                 chosen, experts = select(*args, **kwargs)
-                if backends is None:
-                    return chosen, experts
+                if backends is None or not hasattr(experts, "with_natives"):
+                    return chosen, experts  # vLLM 0.26 on a CPU takes its own, whatever was asked for: the check before tuning says so
                 from moe_dist_vllm.native import sharing
 
                 return chosen, experts.with_natives(sharing(oracle, backends, select, config, args, kwargs))

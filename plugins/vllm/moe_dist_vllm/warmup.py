@@ -80,7 +80,7 @@ def served_model(worker: Any) -> tuple[ServedModel, TokenCounts]:
         )
     counts = token_counts(config)
     pool = versions() if any(experts.natives for _, _, experts in ours) else {}
-    model = ServedModel(settings, deployment=deployment(config), versions=pool)
+    model = ServedModel(settings, deployment=deployment(config), versions=pool, earlier=getattr(worker, "moe_dist", None))
     with set_current_vllm_config(config):
         for name, module, experts in ours:
             experts.serve(model, name, module.w13_weight, module.w2_weight, module.expert_map, counts.max_num_tokens)

@@ -8,29 +8,13 @@ import pytest
 from moe_dist_sglang import register
 from moe_dist_sglang.compat import NEEDS, SGLANG
 from moe_dist_sglang.doctor import report
+from source_tree import tree
 
 from moe_dist.interop.source import Need, problems
 
 
-def tree(root: Path, needs: tuple[Need, ...] = NEEDS) -> Path:
-    """Source files that have just what is needed."""
-    modules: dict[str, dict[str, list[str]]] = {}
-    for need in needs:
-        owner, _, member = need.symbol.rpartition(".")
-        line = f"def {member}({', '.join(need.parameters)}): ..." if need.parameters else f"{member} = None"
-        modules.setdefault(need.module, {}).setdefault(owner, []).append(line)
-    for module, owners in modules.items():
-        path = root.joinpath(*module.split(".")).with_suffix(".py")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = []
-        for owner, members in owners.items():
-            lines += [f"class {owner}:", *(f"    {line}" for line in members)] if owner else members
-        path.write_text("\n".join(lines))
-    return root
-
-
 def test_a_tree_that_has_everything_fits(tmp_path: Path) -> None:
-    assert problems(tree(tmp_path), NEEDS, "sglang") == []
+    assert problems(tree(tmp_path, NEEDS), NEEDS, "sglang") == []
 
 
 @pytest.mark.parametrize("missing", NEEDS, ids=lambda need: need.symbol)
@@ -65,7 +49,7 @@ def test_doctor_speaks_where_there_is_no_sglang_and_no_epoch(tmp_path: Path, mon
     ("allowed", "said"), [("other", "keeps SGLang from loading it; add moe_dist"), ("other, moe_dist", "loads it"), ("", "loads it")]
 )
 def test_doctor_reads_the_list_of_plugins_as_sglang_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: str, said: str) -> None:
-    monkeypatch.setattr("moe_dist.framework.package_root", lambda package: tree(tmp_path))
+    monkeypatch.setattr("moe_dist.framework.package_root", lambda package: tree(tmp_path, NEEDS))
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [_Point()])
     monkeypatch.setenv("SGLANG_PLUGINS", allowed)
     lines = list(report(str(tmp_path / "store"), None, tp=1, ep=1, max_tokens=6))

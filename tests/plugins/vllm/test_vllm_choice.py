@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -308,3 +308,89 @@ def test_the_profile_run_takes_what_a_winner_may_take_and_tuning_keeps_to_it(mon
     monkeypatch.setattr(ServedModel, "tune", lambda self, counts, group, timeout, workspace_limit: limits.append(workspace_limit))
     warmup.tune(worker)
     assert limits == taken
+
+
+def test_a_choice_that_ignores_the_flag_is_left_as_it_is() -> None:
+    """As vLLM 0.26 chooses on a CPU: no class at all. What serves is checked before tuning."""
+    from types import ModuleType, SimpleNamespace
+
+    from moe_dist_vllm import patch
+
+    oracle = ModuleType("oracle")
+    oracle.select = lambda config: ("CPU", None)  # type: ignore[attr-defined]
+    patch._wrap_select(oracle, "select", lambda config: None, backends=object())
+    assert oracle.select(SimpleNamespace(moe_backend="moe_dist")) == ("CPU", None)
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_call_adds_no_operator_to_what_its_tactic_runs() -> None:
+    """Each would be one more node in every captured graph: no cast of ids or weights, no copy of rows, no fill, no output beside vLLM's."""
+    from moe_dist_vllm.experts import MoEDistExperts
+    from moe_dist_vllm.native import VllmBackend
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+
+    import moe_dist as md
+
+    class Operators(TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    class Silent(VllmBackend):
+        def bind(self, layer: md.BoundLayer, tactic: md.Tactic) -> Any:
+            return lambda acts, out: tactic
+
+    class Experts(MoEDistExperts):
+        def native(self) -> tuple[VllmBackend, ...]:
+            return (Silent((object,), self.moe_config, self.quant_config),)
+
+    config = layer(in_dtype=torch.bfloat16)
+    experts = Experts(config, FusedMoEQuantConfig.make())
+    w1, w2 = torch.zeros(8, 128, 128, dtype=torch.bfloat16), torch.zeros(8, 128, 64, dtype=torch.bfloat16)
+    x, out = torch.zeros(3, 128, dtype=torch.bfloat16), torch.zeros(3, 128, dtype=torch.bfloat16)
+    ids, scores = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
+    experts.run(out, x, w1, w2, scores, ids, None)
+    with Operators():
+        experts.run(out, x, w1, w2, scores, ids, None)
+    # On a CPU the bounds of ids are looked at, since that waits for nobody; on a GPU they are not.
+    assert Operators.names == ["aten::min", "aten::_local_scalar_dense", "aten::max", "aten::_local_scalar_dense"]
+
+
+@pytest.mark.usefixtures("engine")
+def test_vllm_s_own_experts_read_the_scales_that_a_reload_writes() -> None:
+    """DeepGEMM takes fp32 block scales as they lie: a copy of them would go on serving the weights of before."""
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from moe_dist_vllm.experts import MoEDistExperts
+    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+    class DeepGemmExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
+        """Answers with the sum of its scales."""
+
+        expects_unquantized_inputs = True
+        _supports_current_device = _supports_no_act_and_mul = _supports_quant_scheme = staticmethod(lambda *args: True)
+        _supports_activation = _supports_parallel_config = staticmethod(lambda *args: True)
+        activation_format = staticmethod(lambda: mk.FusedMoEActivationFormat.Standard)
+        finalize_weight_and_reduce_impl = staticmethod(TopKWeightAndReduceNoOP)
+
+        def workspace_shapes(self, M: int, N: int, K: int, *rest: Any) -> Any:
+            return (0,), (0,), (M, K)
+
+        def apply(self, output: torch.Tensor, *args: Any, **named: Any) -> None:
+            output.fill_(float(self.w1_scale.sum() + self.w2_scale.sum()))
+
+    w1, w2 = (torch.zeros(8, *shape, dtype=torch.float8_e4m3fn) for shape in ((256, 128), (128, 128)))
+    s1, s2 = torch.ones(8, 2, 1), torch.ones(8, 1, 1)
+    quant = fp8_w8a8_moe_quant_config(w1_scale=s1, w2_scale=s2, block_shape=[128, 128])
+    config = layer(in_dtype=torch.float16, intermediate_size=128)
+    experts = MoEDistExperts.with_natives([DeepGemmExperts])(config, quant)
+    x, ids = torch.zeros(3, 128, dtype=torch.float16), torch.zeros(3, 2, dtype=torch.int32)
+    out = torch.empty(3, 128, dtype=torch.float16)
+    experts.run(out, x, w1, w2, torch.zeros(3, 2), ids, None)
+    assert out.unique().tolist() == [24.0]
+    s1.mul_(2), s2.mul_(3)  # as vLLM's reload does, into the storage that captured graphs know
+    experts.run(out, x, w1, w2, torch.zeros(3, 2), ids, None)
+    assert out.unique().tolist() == [56.0]

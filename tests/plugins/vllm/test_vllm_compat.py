@@ -10,29 +10,12 @@ from pathlib import Path
 import pytest
 from moe_dist_vllm.compat import NEEDS, Need, problems
 from moe_dist_vllm.doctor import report
+from source_tree import tree
 from vllm_engines import environment
 
 
-def tree(root: Path, needs: tuple[Need, ...] = NEEDS) -> Path:
-    """Source files that have just what is needed."""
-    modules: dict[str, dict[str, list[str]]] = {}
-    for need in needs:
-        owner, _, member = need.symbol.rpartition(".")
-        parameters = ", ".join(need.parameters)
-        line = f"def {member}({parameters}): ..." if need.parameters else f"{member} = None"
-        modules.setdefault(need.module, {}).setdefault(owner, []).append(line)
-    for module, owners in modules.items():
-        path = root.joinpath(*module.split(".")).with_suffix(".py")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = []
-        for owner, members in owners.items():
-            lines += [f"class {owner}:", *(f"    {line}" for line in members)] if owner else members
-        path.write_text("\n".join(lines))
-    return root
-
-
 def test_a_tree_that_has_everything_fits(tmp_path: Path) -> None:
-    assert problems(tree(tmp_path)) == []
+    assert problems(tree(tmp_path, NEEDS)) == []
 
 
 @pytest.mark.parametrize("missing", NEEDS, ids=lambda need: need.symbol)
@@ -52,7 +35,7 @@ def test_changed_parameters_are_shown(tmp_path: Path) -> None:
 def test_names_are_found_in_branches(tmp_path: Path) -> None:
     # vLLM defines some names under `if TYPE_CHECKING` or in a `try`.
     path = tmp_path / "envs.py"
-    tree(tmp_path)
+    tree(tmp_path, NEEDS)
     path.write_text("try:\n    pass\nexcept ImportError:\n    pass\nif True:\n    VLLM_ENGINE_READY_TIMEOUT_S: int = 600\n")
     assert problems(tmp_path) == []
 

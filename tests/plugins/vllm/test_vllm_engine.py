@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -19,9 +18,10 @@ from typing import Any
 import pytest
 import vllm_tiny
 from vllm_drive import NEW_TOKENS, PROMPTS
-from vllm_engines import Drive, Run, driver, end_session, environment
+from vllm_engines import Drive, Run, driver, end_session, environment, free_port, vllm_command
 
 from moe_dist.bench.engines import Ledger, Plan, measure
+from moe_dist.serving import stored_epochs
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]  # of a machine where ten others work too; see the durations for a free one
 
@@ -116,27 +116,34 @@ def test_one_line_says_what_serves_each_bucket_and_where_it_came_from(one_rank: 
     assert re.search(r"[ -]64: ", lines[0])
 
 
-def test_compiled_engine_gives_the_same_tokens(drive: Drive, models: dict[str, Path], store: Path, one_rank: Run) -> None:
-    run = passed(drive({"model": models["plain"], "backend": "moe_dist", "enforce_eager": False}, MOE_DIST_STORE=str(store)))
+def test_compiled_engine_replays_what_the_store_has(drive: Drive, models: dict[str, Path], store: Path, one_rank: Run) -> None:
+    """The eager engine's store serves it, as the engine's own config asks, which goes before the environment."""
+    config = {"moe_dist": {"tune": "replay", "store": str(store)}}
+    engine = {"model": models["plain"], "backend": "moe_dist", "enforce_eager": False, "additional_config": config}
+    run = passed(drive(engine, MOE_DIST_TUNE="off"))
     assert tokens(run) == tokens(one_rank)
     assert [calls >= LEAST_CALLS for calls in executed(run.engines[0])] == [True]
-    assert summaries(run.log)[0][1] == 0  # the same layer, so the store of the eager engine serves it
+    assert summaries(run.log) == [(summaries(one_rank.log)[0][0], 0)]  # the epoch of before
+    assert re.search(r"0 candidates timed; replay took", run.log)
 
 
-def test_reloaded_weights_are_served(drive: Drive, models: dict[str, Path], store: Path, one_rank: Run) -> None:
-    """vLLM writes them into the layers' own storage; what was tuned goes on serving. One model is the other's after rounding to fp8."""
+def test_reloaded_weights_are_served(drive: Drive, models: dict[str, Path], store: Path, one_rank: Run, tmp_path: Path) -> None:
+    """vLLM writes them into the layers' own storage, scales as well; what was tuned goes on serving."""
+    other, meant = vllm_tiny.save_block_fp8(tmp_path / "fp8", tmp_path / "meant", seed=1)
     run = passed(
         drive(
             {"model": models["dequantised"], "backend": "auto"},
+            {"model": meant, "backend": "auto", "dtype": "float16"},
             {"model": models["plain"], "backend": "moe_dist", "reload": models["dequantised"]},
+            {"model": models["fp8"], "backend": "moe_dist", "dtype": "float16", "reload": other},
             MOE_DIST_STORE=str(store),
         )
     )
-    assert tokens(run, 1) == tokens(one_rank)
-    assert run.engines[1]["reloaded"] == tokens(run, 0)
-    assert tokens(run, 0) != tokens(one_rank)
-    assert summaries(run.log)[0][1] == 0
-    assert len(summaries(run.log)) == 1  # nothing is tuned anew
+    assert tokens(run, 2) == tokens(one_rank)
+    assert run.engines[2]["reloaded"] == tokens(run, 0) != tokens(one_rank)
+    assert tokens(run, 3) == tokens(one_rank, 1)
+    assert run.engines[3]["reloaded"] == tokens(run, 1) != tokens(one_rank, 1)
+    assert [timed for _, timed in summaries(run.log)] == [0, 0]  # and nothing is tuned anew
 
 
 def test_lora_adapters_end_start_up_with_the_reason(drive: Drive, models: dict[str, Path]) -> None:
@@ -144,6 +151,28 @@ def test_lora_adapters_end_start_up_with_the_reason(drive: Drive, models: dict[s
     assert run.code not in (0, -1)
     reason = "moe_backend='moe_dist' can't serve this layer: it does not run LoRA adapters; choose another --moe-backend"
     assert reason in run.log, run.log[-6000:]
+
+
+def test_eplb_ends_start_up_with_the_reason(drive: Drive, models: dict[str, Path]) -> None:
+    engine = {
+        "model": models["plain"],
+        "backend": "moe_dist",
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+    }
+    run = drive(engine, WITNESS_EPLB="1")
+    assert run.code not in (0, -1)
+    assert "moe_dist keeps each expert where it was loaded, so it can't run with EPLB (--enable-eplb)" in run.log, run.log[-6000:]
+
+
+def test_layers_that_we_do_not_serve_run_vllm_s_own_experts_where_that_is_set(drive: Drive, models: dict[str, Path], one_rank: Run) -> None:
+    run = passed(drive({"model": models["plain"], "backend": "moe_dist"}, WITNESS_REFUSE="1", MOE_DIST_UNSERVED="native"))
+    assert tokens(run) == tokens(one_rank)
+    assert not executed(run.engines[0])
+    said = "moe_dist leaves layers to vLLM's own experts: Unquantized MoE backend moe_dist does not support .* does not serve this layer, says the test"
+    assert len(re.findall(said, run.log)) == 1  # of two layers alike
+    assert re.search(r"0 layers serve epoch .* 0 candidates timed", run.log)
 
 
 def test_the_doctor_s_command_tunes_ahead_for_the_engine(drive: Drive, models: dict[str, Path], one_rank: Run, tmp_path: Path) -> None:
@@ -195,10 +224,30 @@ def test_two_ranks_give_the_tokens_of_one_and_serve_one_epoch(
     assert f"tp {1 if expert_parallel else 2} ep {2 if expert_parallel else 1}" in run.log
 
 
+def test_expert_parallel_over_data_parallel_gathers_all_rows(drive: Drive, models: dict[str, Path], store: Path, one_rank: Run) -> None:
+    """Two replicas with unlike batches: each rank's experts see the rows of both, and the sum is scattered back."""
+    engine = {"model": models["plain"], "backend": "moe_dist", "enable_expert_parallel": True}
+    run = passed(drive(engine, replicas=2, MOE_DIST_STORE=str(store), WITNESS_GATHER="1"))
+    assert [tokens(run, rank) for rank in range(2)] == [tokens(one_rank)[rank:] for rank in range(2)]
+    assert all(calls >= LEAST_CALLS for calls in executed(run.engines[0]))
+    (epoch, timed), (other_epoch, other_timed) = summaries(run.log)
+    assert epoch == other_epoch
+    assert timed == other_timed
+    assert "tp 1 ep 2" in run.log
+
+
+def test_each_stage_of_a_pipeline_serves_its_own_layers(drive: Drive, models: dict[str, Path], one_rank: Run, tmp_path: Path) -> None:
+    engine = {"model": models["plain"], "backend": "moe_dist", "pipeline_parallel_size": 2}
+    run = passed(drive(engine, MOE_DIST_STORE=str(tmp_path / "store"), WITNESS_STAGES="1"))
+    assert tokens(run) == tokens(one_rank)
+    assert [calls >= LEAST_CALLS // 2 for calls in executed(run.engines[0])] == [True, True]
+    assert sorted(re.findall(r"1 x \(8 experts .* first model\.layers\.(\d)\.", run.log)) == ["0", "1"]
+    assert len(summaries(run.log)) == 2
+    assert {epoch.deployment[-7:] for epoch in stored_epochs(str(tmp_path / "store"))} == {":stage0", ":stage1"}
+
+
 def test_server_answers_completions(models: dict[str, Path], store: Path, one_rank: Run, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log, witness = tmp_path / "log.txt", tmp_path / "witness"
     command = [
         Path(sys.executable).parent / "vllm", "serve", models["plain"], "--moe-backend=moe_dist", "--served-model-name=tiny", "--dtype=float32",
@@ -234,6 +283,27 @@ def test_server_answers_completions(models: dict[str, Path], store: Path, one_ra
             end_session(server)
     assert said["choices"][0]["token_ids"] == tokens(one_rank)[0]
     assert after - before >= LEAST_CALLS
+
+
+def test_run_batch_and_bench_run_our_experts(models: dict[str, Path], store: Path, one_rank: Run, tmp_path: Path) -> None:
+    engine = ["--model", models["plain"], "--moe-backend=moe_dist", "--dtype=float32", "--enforce-eager", "--max-model-len=128",
+              "--max-num-batched-tokens=64", "--max-num-seqs=8"]  # fmt: skip
+    witness, asked, answered = tmp_path / "witness", tmp_path / "asked.jsonl", tmp_path / "answered.jsonl"
+    words = " ".join(f"t{token}" for token in PROMPTS[0])
+    body = {
+        "model": "tiny", "messages": [{"role": "user", "content": words}], "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True,
+    }  # fmt: skip
+    asked.write_text(json.dumps({"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body}))
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    files = ["-i", asked, "-o", answered, "--served-model-name=tiny", "--chat-template", template]
+    passed(vllm_command(["run-batch", *files, *engine], tmp_path / "batch.txt", witness, MOE_DIST_STORE=str(store)))
+    said = json.loads(answered.read_text())["response"]["body"]["choices"][0]["message"]["content"]
+    assert said.split() == [f"t{token}" for token in tokens(one_rank)[0]]
+    assert sum(len(path.read_text().split()) for path in witness.iterdir()) >= LEAST_CALLS
+    traffic = ["--random-input-len=8", "--random-output-len=4", "--num-prompts=2"]
+    witness = tmp_path / "bench-witness"
+    passed(vllm_command(["bench", "throughput", *traffic, *engine], tmp_path / "bench.txt", witness, MOE_DIST_STORE=str(store)))
+    assert sum(len(path.read_text().split()) for path in witness.iterdir()) >= vllm_tiny.LAYERS * 4
 
 
 def _get(url: str) -> bool:

@@ -6,9 +6,12 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -41,27 +44,82 @@ Drive = Callable[..., Run]
 
 
 def driver(new_folder: Callable[[], Path]) -> Drive:
-    """`drive(*engines, deadline=seconds, **environment)`: the engines one after the other in one process, see `vllm_drive.py`."""
+    """`drive(*engines, deadline=seconds, replicas=1, **environment)`: the engines one after the other in one process, see `vllm_drive.py`.
 
-    def run(*engines: dict[str, object], deadline: float = 900, **extra: str) -> Run:
+    replicas: that many such processes, each a rank of data parallelism; their engines and logs stand one behind the other.
+    """
+
+    def run(*engines: dict[str, object], deadline: float = 900, replicas: int = 1, **extra: str) -> Run:
         folder = new_folder()
-        spec, out, log = folder / "spec.json", folder / "out.json", folder / "log.txt"
+        spec = folder / "spec.json"
         spec.write_text(json.dumps([{name: str(v) if isinstance(v, Path) else v for name, v in engine.items()} for engine in engines]))
-        with log.open("w") as stream:
-            process = subprocess.Popen(
-                [sys.executable, HERE / "vllm_drive.py", spec, out], stdout=stream, stderr=subprocess.STDOUT,
-                env=environment(folder / "witness", **extra), start_new_session=True,
-            )  # fmt: skip
-            try:
-                code = process.wait(deadline)
-            except subprocess.TimeoutExpired:
-                code = -1
-            finally:
+        processes: list[subprocess.Popen[bytes]] = []
+        codes: list[int | None] = []
+        until = time.monotonic() + deadline
+        port = free_ports(8)
+        try:
+            for rank in range(replicas):
+                given = extra if replicas == 1 else extra | data_parallel(rank, replicas, port)
+                with (folder / f"log-{rank}.txt").open("w") as stream:
+                    processes.append(
+                        subprocess.Popen(
+                            [sys.executable, HERE / "vllm_drive.py", spec, folder / f"out-{rank}.json"], stdout=stream, stderr=subprocess.STDOUT,
+                            env=environment(folder / "witness", **given), start_new_session=True,
+                        )
+                    )  # fmt: skip
+            while time.monotonic() < until and not any(codes := [process.poll() for process in processes]) and None in codes:
+                time.sleep(0.1)
+        finally:
+            for process in processes:
                 end_session(process)
-        text = log.read_text()
-        return Run(code, text, json.loads(out.read_text()) if out.exists() else [])
+        outs = [folder / f"out-{rank}.json" for rank in range(replicas)]
+        text = "\n".join((folder / f"log-{rank}.txt").read_text() for rank in range(replicas))
+        engines_ran = [engine for out in outs if out.exists() for engine in json.loads(out.read_text())]
+        code = next((code for code in codes if code), -1 if None in codes else 0)  # the others end when one fails
+        return Run(code, text, engines_ran)
 
     return run
+
+
+def vllm_command(arguments: Sequence[object], log: Path, witness: Path, deadline: float = 900, **extra: str) -> Run:
+    """`vllm ARGUMENTS`, as a user types it."""
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [str(Path(sys.executable).parent / "vllm"), *map(str, arguments)], stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
+            env=environment(witness, VLLM_ENABLE_V1_MULTIPROCESSING="1", **extra),
+        )  # fmt: skip
+        try:
+            code = process.wait(deadline)
+        except subprocess.TimeoutExpired:
+            code = -1
+        finally:
+            end_session(process)
+    return Run(code, log.read_text(), [])
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` free ports in a row, below those that the system hands out by itself: vLLM counts on from the one it is told."""
+    for first in random.sample(range(10_000, 30_000, count), 200):
+        with contextlib.ExitStack() as sockets, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise RuntimeError(f"no {count} free ports in a row")
+
+
+def data_parallel(rank: int, size: int, port: int) -> dict[str, str]:
+    """The variables by which vLLM's offline engine learns that it is one of several replicas."""
+    return {
+        "VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(size), "VLLM_DP_MASTER_IP": "127.0.0.1",
+        "VLLM_DP_MASTER_PORT": str(port),
+    }  # fmt: skip
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:

@@ -39,8 +39,8 @@ CONFIG = {
 }
 
 
-def weights() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * 0.15
@@ -87,14 +87,14 @@ def save(folder: Path, tensors: dict[str, torch.Tensor], **config: object) -> Pa
     return folder
 
 
-def save_plain(folder: Path) -> Path:
-    return save(folder, weights())
+def save_plain(folder: Path, seed: int = 0) -> Path:
+    return save(folder, weights(seed))
 
 
-def save_block_fp8(quantised: Path, dequantised: Path) -> tuple[Path, Path]:
+def save_block_fp8(quantised: Path, dequantised: Path, seed: int = 0) -> tuple[Path, Path]:
     """The experts in fp8 with one fp32 scale a block, all else in float32; and the model that those numbers mean."""
     stored, meant = {}, {}
-    for name, tensor in weights().items():
+    for name, tensor in weights(seed).items():
         if ".experts." not in name:
             stored[name] = meant[name] = tensor
             continue

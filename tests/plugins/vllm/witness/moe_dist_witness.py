@@ -2,7 +2,9 @@
 
 With this folder on PYTHONPATH vLLM finds it by its entry point, in workers too. WITNESS_DIR: each process appends the token
 count of every call to a file named by its pid. WITNESS_FAULT: "RANK:exit" or "RANK:raise", what becomes of that rank in its first round.
-WITNESS_NATIVE: vLLM's own experts for every layer are then `PlainExperts`, since those that it has for a CPU lay weights out anew.
+WITNESS_GATHER: vLLM's communicator for CPUs gets the two collectives that it lacks, of parts of unlike sizes, which data parallelism needs.
+WITNESS_STAGES: later stages of a pipeline get the buffers that vLLM makes in a profile run, which it leaves out for eager engines on a CPU.
+WITNESS_REFUSE: our experts say of every layer that they don't serve it. WITNESS_EPLB: vLLM thinks that a CPU can move experts between ranks, which it refuses by itself. WITNESS_NATIVE: vLLM's own experts for every layer are then `PlainExperts`, since those that it has for a CPU lay weights out anew.
 """
 
 from __future__ import annotations
@@ -30,15 +32,22 @@ def register() -> None:
             return result
 
         layer._execute = counted
+    if os.environ.get("WITNESS_GATHER"):
+        _after("vllm.distributed.device_communicators.cpu_communicator", _give_uneven_collectives)
+    if os.environ.get("WITNESS_STAGES"):
+        _after("vllm.v1.worker.gpu_model_runner", _make_stage_buffers)
+    if os.environ.get("WITNESS_REFUSE"):
+        _after(
+            "moe_dist_vllm.experts", lambda module: setattr(module, "why_not", lambda *layer: "does not serve this layer, says the test")
+        )
+    if os.environ.get("WITNESS_EPLB"):
+        _after("vllm.config.parallel", _allow_eplb)
     if os.environ.get("WITNESS_NATIVE"):
-        import sys
-
-        from moe_dist_vllm.patch import _AfterImport
 
         def plain(native: Any) -> None:
             native.sharing = lambda *args: [_plain_experts()]
 
-        sys.meta_path.insert(0, _AfterImport({"moe_dist_vllm.native": plain}))
+        _after("moe_dist_vllm.native", plain)
     if fault := os.environ.get("WITNESS_FAULT"):
         rank, kind = fault.split(":")
         round_of = measure.CellMeasurer.round
@@ -53,6 +62,67 @@ def register() -> None:
             return round_of(self, *args, **kwargs)
 
         measure.CellMeasurer.round = faulty  # type: ignore[method-assign]
+
+
+def _after(module: str, hook: Any) -> None:
+    """Call `hook(module)` once it is loaded."""
+    import sys
+
+    from moe_dist_vllm.patch import _AfterImport
+
+    if module in sys.modules:
+        hook(sys.modules[module])
+    else:
+        sys.meta_path.insert(0, _AfterImport({module: hook}))
+
+
+def _make_stage_buffers(module: Any) -> None:
+    gather = module.GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def gather_into(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return gather(self, *args, **kwargs)
+
+    module.GPUModelRunner.sync_and_gather_intermediate_tensors = gather_into
+
+
+def _allow_eplb(module: Any) -> None:
+    class Platform:
+        def __init__(self, real: Any) -> None:
+            self._real = real
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+        def is_xpu(self) -> bool:
+            return True
+
+    module.current_platform = Platform(module.current_platform)
+
+
+def _give_uneven_collectives(module: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+        def gather(mine: torch.Tensor) -> torch.Tensor:
+            parts = [mine.new_empty((size, *mine.shape[1:])) for size in sizes or [mine.shape[0]] * self.world_size]
+            parts[self.rank_in_group].copy_(mine)
+            for rank, part in zip(self.ranks, parts, strict=True):
+                dist.broadcast(part, rank, group=self.device_group)
+            return torch.cat(parts)
+
+        return [gather(mine) for mine in input_] if isinstance(input_, list) else gather(input_)
+
+    def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+        whole = input_.clone()
+        dist.all_reduce(whole, group=self.device_group)
+        return whole.split(sizes or input_.shape[0] // self.world_size)[self.rank_in_group].clone()
+
+    module.CpuCommunicator.all_gatherv, module.CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
 
 
 def _plain_experts() -> type:
