@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -198,6 +199,16 @@ def lacked_hits(proposal: Proposal, offers: Sequence[Offer]) -> dict[bytes, int]
             if len(holders) < len(held):
                 lacked[hit] = holders[0]
     return lacked
+
+
+def pack_hits(entries: Sequence[bytes]) -> bytes:
+    """Entries as one word, small, since one is much like the next: a TCPStore takes no value of more than 8 MiB."""
+    return zlib.compress(msgpack.packb(entries), 1)
+
+
+def unpack_hits(word: bytes) -> list[bytes]:
+    entries: list[bytes] = msgpack.unpackb(zlib.decompress(word))
+    return entries
 
 
 def agree_plan(proposal: Proposal, answers: Sequence[Answer], names: Sequence[int]) -> Plan:

@@ -152,9 +152,9 @@ class TunePass:
         """Entries whose digests were offered, to the ranks that lack them, from the first that holds each."""
         group, wanted = self._group, {hit: rank for hit, rank in lacked.items() if hit not in self._held}
         mine = [self._held[hit][0] for hit, rank in lacked.items() if rank == group.rank]
-        words = group.exchange("hits", msgpack.packb(mine), reads=set(wanted.values()))
+        words = group.exchange("hits", plan.pack_hits(mine), reads=set(wanted.values()))
         for rank in set(wanted.values()):
-            for value in msgpack.unpackb(words[rank]):
+            for value in plan.unpack_hits(words[rank]):
                 if (hit := plan.hit_digest(value)) in wanted:
                     with contextlib.suppress(Malformed):  # no rank offers one; what is not held is answered with a reason
                         self._held[hit] = (value, decode_entry(value))
