@@ -6,6 +6,7 @@ Owns the clock and the made-up entries; what is done between its ticks is what a
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -49,7 +50,7 @@ def stores_table(
     entry is taken apart when it is hit). reload: `Tuner.reload` of a group of two, from its call to its return, on the slower rank.
     StoreError: a store takes no writes, or does not give them back.
     """
-    made = _made_up(entries, build_environment(torch.device("cpu")))
+    made = made_up(entries, build_environment(torch.device("cpu")))
     rows = []
     for url in urls:
         rows += [_attach_row(url, made, repeats), _reload_row(url, winners, repeats)]
@@ -123,7 +124,7 @@ def _reload(rank: Rank, url: str, deployment: str, winners: int, repeats: int) -
     seconds = []
     with Tuner(store=store, group=rank.group(), deployment=deployment, device="cpu") as tuner:
         if rank.index == 0:
-            made = _made_up(winners, tuner.environment)
+            made = made_up(winners, tuner.environment)
             table = Epoch(1, deployment, {cell: winner for cell, winner, _, _ in made})
             value = encode_epoch(table, {key.path: value for _, _, key, value in made})
             if not epoch.publish(store, table, value, [tuner.environment.digest]):
@@ -141,10 +142,10 @@ def _reload(rank: Rank, url: str, deployment: str, winners: int, repeats: int) -
     return seconds
 
 
-def _made_up(count: int, environment: Environment) -> list[tuple[Cell, Winner, Key, bytes]]:
-    """Cells of MoE problems that differ in their expert count, the winner of each, and its entry of a real size."""
+def made_up(count: int, environment: Environment) -> list[tuple[Cell, Winner, Key, bytes]]:
+    """Cells of MoE problems that differ in their expert count, the winner of each, and its entry of a real size; the times are drawn."""
     made: list[tuple[Cell, Winner, Key, bytes]] = []
-    time_, default = Timed(12.5, 0.25, 40), Tactic.of("torch_grouped")
+    draw, default = random.Random(0).random, Tactic.of("torch_grouped")
     while len(made) < count:
         routing = RoutingConfig(num_experts=8 + len(made), top_k=8)
         experts = ExpertConfig(hidden_size=7168, intermediate_size=2048)
@@ -153,6 +154,7 @@ def _made_up(count: int, environment: Environment) -> list[tuple[Cell, Winner, K
             cell = Cell(problem, "cuda_graph", bucket)
             tactic = Tactic.of("triton", block_m=16 << (len(made) % 4), block_n=128, block_k=64, num_warps=8, num_stages=4, swap_ab=False)
             key = Key(environment=environment, cell=cell, policy="cuda_graph", objective="max", probe=ProbeSpec())
-            entry = Entry(pack(key.canonical()), tactic, time_, default, time_, {"host": "node1", "pid": "4711"})
-            made.append((cell, Winner(tactic, time_.median_us, default, 20.0, "epoch"), key, encode_entry(entry)))
+            time_, slower = Timed(10 + draw(), draw(), 40), Timed(20 + draw(), draw(), 40)
+            entry = Entry(pack(key.canonical()), tactic, time_, default, slower, {"host": "node1", "pid": "4711"})
+            made.append((cell, Winner(tactic, time_.median_us, default, slower.median_us, "epoch"), key, encode_entry(entry)))
     return made

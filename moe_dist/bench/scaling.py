@@ -1,55 +1,86 @@
-"""What agreeing and reloading cost as ranks and keys grow: requests, bytes and seconds. cli imports this.
+"""What agreeing, tuning and reloading cost as ranks and keys grow: requests, bytes and seconds. cli imports this.
 
-Words are real, made and concluded from by the functions that serve. Up to `PROCESSES` ranks run as processes over a TCPStore,
-and what passes through it is counted there; beyond, one process does the work of one rank, with the words of all, and counts what
-`RankGroup` would send. Every key is a hit on every rank but those of the cold host, so that a pass has nothing but agreement in it.
+Words are real, made and concluded from by the functions that serve. Up to `PROCESSES` ranks agree and reload as processes over a
+TCPStore, and what passes through it and the store is counted there; beyond, one process does the work of one rank, with the words of
+all, and counts what `RankGroup` would send. What thousands of clients get out of one real server is measured with their sockets.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import multiprocessing
+import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import msgpack
+import torch
 from torch._C._distributed_c10d import TCPStore
 
+from moe_dist.bench.persistence import made_up
 from moe_dist.bench.ranks import Rank, run_ranks
+from moe_dist.distributed import epoch
 from moe_dist.distributed.converge import RoundWord, combine_rounds
 from moe_dist.distributed.group import RankGroup
-from moe_dist.distributed.plan import Answer, CellAnswer, CellOffer, Offer, Proposal, agree_offers, agree_plan, hit_digest, lacked_hits
+from moe_dist.distributed.plan import (
+    Answer,
+    CellAnswer,
+    CellOffer,
+    Offer,
+    Proposal,
+    agree_offers,
+    agree_plan,
+    hit_digest,
+    lacked_hits,
+    pack_hits,
+    unpack_hits,
+)
 from moe_dist.distributed.rendezvous import KEYS_A_REQUEST
 from moe_dist.distributed.words import bundle, head_of, senders_of, unbundle
 from moe_dist.errors import ConfigError
 from moe_dist.stores.codec import decode_epoch, encode_epoch
-from moe_dist.tuning.problem import Bucket, Cell, Epoch, Problem, Tactic, Timed, Winner
+from moe_dist.stores.filesystem import FilesystemStore
+from moe_dist.stores.redis import RedisAddress
+from moe_dist.tuning.apart import pack_table
+from moe_dist.tuning.identity import build_environment
+from moe_dist.tuning.policy import MeasurementPolicy
+from moe_dist.tuning.problem import Cell, Epoch, Tactic, Timed, digest
+from moe_dist.tuning.tuner import Tuner
 
 RANKS, KEYS = (8, 64, 512, 4096), (100, 1_000, 10_000)
-WARM, COLD = "all hold every entry", "one host holds none"
-CASES = (WARM, COLD)
+ANY = "any"
+ATTACH, WARM, COLD, TUNE, RELOAD = "attach", "agree, all hold every entry", "agree, one host holds none", "tune", "reload"
+# (phase, strategy) of every row; where all strategies take the same steps, it is any.
+CASES = ((ATTACH, ANY), (WARM, ANY), (COLD, ANY), (TUNE, "reduce"), (TUNE, "shard"), (TUNE, "reload"), (RELOAD, ANY))
 PROCESSES = 8
 NETWORK_BYTES_PER_S = 10e9 / 8
-BUCKETS = 14
+REQUESTS_PER_S = 20_000  # that one rendezvous answers; the table of servers has what was measured
+LIMIT_S = 10.0  # of a phase in which nothing is timed: what a start may take longer
+TIMING_S = (
+    0.7  # that timing a cell takes at the least, with all kernels compiled (docs/evidence/launcher-h200x2): exchanges may take as long
+)
 HOST = 8  # ranks of a host; of a smaller group, half
-HIT_BYTES = 700  # an entry of a usual key
 TACTICS = tuple(Tactic.of("triton", block_m=block, warps=4, stages=3) for block in (16, 32, 64, 128, 256))
 TABLE = b"d" * 32  # the digest that all say in the end
+ENVIRONMENT = build_environment(torch.device("cpu"))
+DEPLOYMENT = "scaling"
 
 
 def scaling_table(
     ranks: Sequence[int] = RANKS, keys: Sequence[int] = KEYS, note: Callable[[str], None] = lambda line: None
 ) -> list[dict[str, Any]]:
-    """Rows of ranks, keys, case, how, requests, said_bytes, read_bytes, server_bytes, network_seconds, seconds, round_bytes,
-    epoch_bytes, reload_seconds.
+    """Rows of phase, strategy, ranks, keys, how, requests, said_bytes, read_bytes, server_bytes, store_reads, store_bytes, seconds,
+    expected_s, limit_s, holds.
 
     requests: to the rendezvous by all ranks, without looks in vain. said_bytes, read_bytes: of the rank that says (reads) most,
-    all steps. server_bytes: through the rendezvous, in and out; network_seconds: those at 10 Gbit/s. seconds: of one rank's
-    agreement; how says whether by "processes" (waits and transfers included) or "simulated" (its own work alone).
-    round_bytes: through the rendezvous in one round of timing one cell. reload_seconds: taking an epoch apart.
+    all steps. server_bytes: through the rendezvous, in and out. store_reads, store_bytes: values and bytes that all ranks read from the
+    store. seconds: of one rank's work; how says whether by "processes" (waits and transfers included) or "simulated" (its own work alone).
+    expected_s: seconds, the requests at `REQUESTS_PER_S` and all bytes at 10 Gbit/s, one after the other; holds: that is within limit_s.
     ConfigError: a number is out of range.
     """
     for name, numbers, least in (("ranks", ranks, 2), ("keys", keys, 1)):
@@ -57,42 +88,63 @@ def scaling_table(
             raise ConfigError(f"{name} is {wrong}; scaling needs at least {least}")
     rows: list[dict[str, Any]] = []
     for count in keys:
-        epoch_bytes, reload_seconds = _reload(_cells(count))
         for size in ranks:
-            for case in CASES:
-                if size <= PROCESSES:
-                    how, (traffic, seconds) = "processes", run_processes(size, count, case)
+            for phase, strategy in CASES:
+                how, (traffic, seconds) = "simulated", (Traffic([0] * size, [0] * size), 0.0)
+                if phase == ATTACH:
+                    traffic.store_reads, traffic.store_bytes = size * count, size * sum(map(len, _entries(count)))
+                elif phase == TUNE:
+                    traffic, seconds = simulate_tuning(size, count, strategy)
+                elif phase == RELOAD:
+                    how, (traffic, seconds) = (
+                        ("processes", reload_processes(size, count)) if size <= PROCESSES else (how, simulate_reload(size, count))
+                    )
                 else:
-                    how, (traffic, seconds) = "simulated", simulate(size, count, case)
-                rows.append(
-                    {
-                        "ranks": size, "keys": count, "case": case, "how": how, "requests": traffic.requests,
-                        "said_bytes": max(traffic.said), "read_bytes": max(traffic.read), "server_bytes": traffic.server_bytes,
-                        "network_seconds": round(traffic.server_bytes / NETWORK_BYTES_PER_S, 4), "seconds": round(seconds, 3),
-                        "round_bytes": round_bytes(size), "epoch_bytes": epoch_bytes, "reload_seconds": round(reload_seconds, 3),
-                    }
-                )  # fmt: skip
+                    how, (traffic, seconds) = (
+                        ("processes", run_processes(size, count, phase)) if size <= PROCESSES else (how, simulate(size, count, phase))
+                    )
+                rows.append(_row(phase, strategy, size, count, how, traffic, seconds))
                 note(", ".join(f"{name} {value}" for name, value in rows[-1].items()))
     return rows
+
+
+def _row(phase: str, strategy: str, size: int, count: int, how: str, traffic: Traffic, seconds: float) -> dict[str, Any]:
+    limit_s = count * TIMING_S if phase == TUNE else LIMIT_S
+    expected_s = seconds + traffic.requests / REQUESTS_PER_S + (traffic.server_bytes + traffic.store_bytes) / NETWORK_BYTES_PER_S
+    return {
+        "phase": phase, "strategy": strategy, "ranks": size, "keys": count, "how": how, "requests": traffic.requests,
+        "said_bytes": max(traffic.said), "read_bytes": max(traffic.read), "server_bytes": traffic.server_bytes,
+        "store_reads": traffic.store_reads, "store_bytes": traffic.store_bytes, "seconds": round(seconds, 3),
+        "expected_s": round(expected_s, 3), "limit_s": limit_s, "holds": expected_s <= limit_s,
+    }  # fmt: skip
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _made(count: int) -> list[Any]:
+    return made_up(count, ENVIRONMENT)
+
+
 def _cells(count: int) -> list[Cell]:
-    return [
-        Cell(Problem.of("moe_layer", layer=at // BUCKETS, shape=(7168, 2048)), "cuda_graph", Bucket(1, 1 << (at % BUCKETS)))
-        for at in range(count)
-    ]
+    return [cell for cell, *_ in _made(count)]
 
 
-def cold_ranks(size: int, case: str) -> range:
+def _entries(count: int) -> list[bytes]:
+    return [entry for *_, entry in _made(count)]
+
+
+@functools.cache
+def epoch_of(count: int) -> tuple[Epoch, bytes]:
+    """An epoch of that many winners, and its value."""
+    table = Epoch(1, DEPLOYMENT, {cell: winner for cell, winner, *_ in _made(count)})
+    return table, encode_epoch(table, {key.path: entry for _, _, key, entry in _made(count)})
+
+
+def cold_ranks(size: int, phase: str) -> range:
     """The ranks that hold no entry: the last host's."""
-    return range(size - min(HOST, size // 2), size) if case == COLD else range(0)
-
-
-def _entries(keys: int) -> list[bytes]:
-    return [at.to_bytes(8, "big") * (HIT_BYTES // 8) for at in range(keys)]
+    return range(size - min(HOST, size // 2), size) if phase == COLD else range(0)
 
 
 def _offer(cells: Sequence[Cell], entries: Sequence[bytes] | None) -> Offer:
@@ -115,21 +167,23 @@ def _decode_offers(words: Sequence[bytes]) -> list[Offer]:
 
 @dataclasses.dataclass
 class Traffic:
-    """said, read: bytes of words by each rank. requests: of all ranks."""
+    """said, read: bytes of words by each rank. requests: of all ranks. store_reads, store_bytes: by all ranks from the store."""
 
     said: list[int]
     read: list[int]
     requests: int = 0
+    store_reads: int = 0
+    store_bytes: int = 0
 
     @property
     def server_bytes(self) -> int:
         return sum(self.said) + sum(self.read)
 
-    def exchange(self, step: str, words: Sequence[bytes], reads: Sequence[Collection[int] | None]) -> None:
+    def exchange(self, step: str, words: Sequence[bytes], reads: Sequence[Collection[int] | None], call: str = "run_pass") -> None:
         """Count what `RankGroup.exchange` sends for these words of all ranks."""
         heads = {word: head_of(word) for word in dict.fromkeys(words)}
         said = [heads[word] for word in words]
-        self._meet(step, said, bundle(said))
+        self._meet(call, step, said, bundle(said))
         senders = senders_of(said)
         for head, sender in senders.items():
             self.said[sender] += len(words[sender])
@@ -142,24 +196,24 @@ class Traffic:
                    for rank, wanted in enumerate(reads))  # fmt: skip
         self.requests += sum(waiting)  # each looks once more, and then all are there
 
-    def reduce(self, step: str, words: Sequence[bytes], combined: bytes) -> None:
+    def reduce(self, step: str, words: Sequence[bytes], combined: bytes, call: str = "run_pass") -> None:
         """The same for `RankGroup.reduce`."""
-        self._meet(step, words, combined)
+        self._meet(call, step, words, combined)
 
-    def _meet(self, step: str, words: Sequence[bytes], concluded: bytes) -> None:
+    def _meet(self, call: str, step: str, words: Sequence[bytes], concluded: bytes) -> None:
         size, published = len(words), len(msgpack.packb([[], concluded]))
         for rank, word in enumerate(words):
-            own = len(msgpack.packb([f"run_pass, step {step}", word]))
+            own = len(msgpack.packb([f"{call}, step {step}", word]))
             self.said[rank] += own + (published if rank == 0 else 0)
-            self.read[0 if size else rank] += own
+            self.read[0] += own
             self.read[rank] += published if rank else 0
         # Each shows progress, says its word, looks and reads; the leader reads all words and publishes.
         self.requests += 3 * size + (size - 1) + -(-size // KEYS_A_REQUEST) + 1
 
 
-def simulate(size: int, keys: int, case: str) -> tuple[Traffic, float]:
+def simulate(size: int, keys: int, phase: str) -> tuple[Traffic, float]:
     """(what passes through the rendezvous, seconds of the work of the leader, which does most) when `size` ranks agree."""
-    traffic, cold, cells, entries = Traffic([0] * size, [0] * size), cold_ranks(size, case), _cells(keys), _entries(keys)
+    traffic, cold, cells, entries = Traffic([0] * size, [0] * size), cold_ranks(size, phase), _cells(keys), _entries(keys)
     colds = _offer(cells, None).to_bytes()
     started = time.perf_counter()
     warms = _offer(cells, entries).to_bytes()
@@ -170,40 +224,89 @@ def simulate(size: int, keys: int, case: str) -> tuple[Traffic, float]:
     offers = _decode_offers(words)
     proposal = agree_offers(offers, range(size))
     lacked = lacked_hits(proposal, offers)
-    sent = msgpack.packb([entry for entry in entries if hit_digest(entry) in lacked])
+    sent = pack_hits([entry for entry in entries if hit_digest(entry) in lacked])
     answer = _yes(proposal)
     said = answer.to_bytes()
     agree_plan(proposal, [Answer.from_bytes(said)] * size, range(size))
     seconds = time.perf_counter() - started
     traffic.exchange("agree-1", words, [None] * size)
     if lacked:
-        nothing = msgpack.packb([])
+        nothing = pack_hits([])
         traffic.exchange("hits", [sent] + [nothing] * (size - 1), [{0} if rank in cold else set() for rank in range(size)])
     for step, word in (("agree-2", said), ("decide", TABLE)):
         traffic.exchange(step, [word] * size, [None] * size)
     return traffic, seconds
 
 
-def round_bytes(size: int) -> int:
-    """Through the rendezvous when `size` ranks have timed five candidates in one round, each its own times."""
+def simulate_tuning(size: int, keys: int, strategy: str) -> tuple[Traffic, float]:
+    """(what passes when every key is timed, seconds of the leader's work beside the timing)."""
+    if strategy == "reload":
+        return _simulate_apart(size, keys)
     traffic = Traffic([0] * size, [0] * size)
     words = [
         RoundWord({tactic: Timed(10.0 + rank / 3 + at, 0.1, 9) for at, tactic in enumerate(TACTICS)}, 1.5).to_bytes(TACTICS)
         for rank in range(size)
     ]
-    traffic.reduce("measure-0-0", words, combine_rounds(words, TACTICS, "max", range(size)))
-    return traffic.server_bytes
-
-
-def _reload(cells: Sequence[Cell]) -> tuple[int, float]:
-    """(bytes of an epoch of these winners, seconds to take it apart)."""
-    winner = Winner(TACTICS[1], 10.0, TACTICS[0], 12.0, "tuned")
-    value = encode_epoch(
-        Epoch(1, "scaling", dict.fromkeys(cells, winner)), {f"entries/{at:08d}": entry for at, entry in enumerate(_entries(len(cells)))}
-    )
     started = time.perf_counter()
-    decode_epoch(value)
-    return len(value), time.perf_counter() - started
+    combined = combine_rounds(words, TACTICS, "max", range(size))
+    seconds = time.perf_counter() - started
+    rounds = rounds_of(strategy)
+    traffic.reduce("measure-0-0", words, combined)
+    for tally in (traffic.said, traffic.read):
+        tally[:] = [count * rounds * keys for count in tally]
+    traffic.requests *= rounds * keys
+    return traffic, seconds * rounds * keys
+
+
+def rounds_of(strategy: str) -> int:
+    """Exchanges of a cell under `reduce` and `shard`, which splits the candidates first."""
+    return 1 + MeasurementPolicy().rounds + (strategy == "shard")
+
+
+def _simulate_apart(size: int, keys: int) -> tuple[Traffic, float]:
+    """Strategy `reload`, where every rank has a winner of its own for each key."""
+    traffic = Traffic([0] * size, [0] * size)
+    word = msgpack.packb([{index: index % len(TACTICS) for index in range(keys)}, {index: [] for index in range(keys)}])
+    started = time.perf_counter()
+    published = [msgpack.unpackb(said, strict_map_key=False) for said in [word] * min(size, 64)]
+    failed: dict[int, list[Any]] = {}
+    for _, failed_there in published:
+        for index, rows in failed_there.items():
+            failed.setdefault(index, []).extend(rows)
+    seconds = (time.perf_counter() - started) * size / len(published)
+    started = time.perf_counter()
+    table = pack_table(dict(enumerate(_entries(keys))))
+    seconds += time.perf_counter() - started
+    traffic.reduce("reload-published", [word] * size, msgpack.packb([failed, {}]))
+    leads, follows = (msgpack.packb([f"proposals/{digest(DEPLOYMENT)}/{digest(held)}", digest(held), bool(held)]) for held in (table, b""))
+    traffic.exchange("spread-key", [leads] + [follows] * (size - 1), [None] * size)
+    traffic.exchange("spread-found", [b"yes"] * size, [None] * size)
+    _read_by_hosts(traffic, size, len(table))
+    return traffic, seconds
+
+
+def simulate_reload(size: int, keys: int, hosts: int | None = None) -> tuple[Traffic, float]:
+    """(what passes in `Tuner.reload` of a new epoch, seconds of a rank that takes it apart). hosts: None: of `HOST` ranks each."""
+    table, value = epoch_of(keys)
+    traffic, call = Traffic([0] * size, [0] * size), "reload"
+    started = time.perf_counter()
+    decode_epoch(value, deployment=DEPLOYMENT)
+    wanted, committed = digest(value), dataclasses.replace(table).digest
+    seconds = time.perf_counter() - started
+    key = epoch.EpochName.of(table, [ENVIRONMENT.digest]).key(DEPLOYMENT)
+    chosen = [key, wanted, [1, committed, [ENVIRONMENT.digest]], "", False]
+    traffic.reduce("reload-problems", [msgpack.packb([ENVIRONMENT.digest, []])] * size, msgpack.packb(chosen), call)
+    accepted = msgpack.packb(["", committed, Epoch(deployment=DEPLOYMENT).digest, False])
+    traffic.exchange("reload-accept", [accepted] * size, [None] * size, call)
+    _read_by_hosts(traffic, size, len(value), hosts)
+    return traffic, 2 * seconds  # the leader's, then all others'
+
+
+def _read_by_hosts(traffic: Traffic, size: int, nbytes: int, hosts: int | None = None) -> None:
+    """The leader and one rank of each host read a value."""
+    readers = 1 + (-(-size // HOST) if hosts is None else hosts)
+    traffic.store_reads += readers
+    traffic.store_bytes += readers * nbytes
 
 
 # -- real ranks --------------------------------------------------------------------------------------------------------------
@@ -242,20 +345,20 @@ class _Counting:
         return values
 
 
-def run_processes(size: int, keys: int, case: str) -> tuple[Traffic, float]:
+def run_processes(size: int, keys: int, phase: str) -> tuple[Traffic, float]:
     """(what passed through the rendezvous, seconds of the slowest rank's agreement) with real ranks."""
     with tempfile.TemporaryDirectory(prefix="moe-dist-scaling-") as folder:
-        outcomes = run_ranks(_agree_on_a_rank, size, Path(folder), keys, case, deadline=600.0)
+        outcomes = run_ranks(_agree_on_a_rank, size, Path(folder), keys, phase, deadline=600.0)
     if failed := [f"rank {rank}: {outcome.error}: {outcome.message}" for rank, outcome in enumerate(outcomes) if outcome.error]:
         raise RuntimeError("; ".join(failed))
     seconds, said, read, requests = zip(*(outcome.value for outcome in outcomes), strict=True)
     return Traffic(list(said), list(read), sum(requests)), max(seconds)
 
 
-def _agree_on_a_rank(rank: Rank, keys: int, case: str) -> tuple[float, int, int, int]:
+def _agree_on_a_rank(rank: Rank, keys: int, phase: str) -> tuple[float, int, int, int]:
     """(seconds, bytes said, bytes read, requests), from the first word to the last digest."""
     cells, entries = _cells(keys), _entries(keys)
-    held = {} if rank.index in cold_ranks(rank.size, case) else {hit_digest(entry): entry for entry in entries}
+    held = {} if rank.index in cold_ranks(rank.size, phase) else {hit_digest(entry): entry for entry in entries}
     store = _Counting(TCPStore("127.0.0.1", rank.port, is_master=False, wait_for_workers=False))
     deadlines = {"progress_timeout": timedelta(seconds=300), "cap": timedelta(seconds=600)}
     group = RankGroup(store, rank.index, rank.size, **deadlines)  # type: ignore[arg-type]
@@ -269,8 +372,8 @@ def _agree_on_a_rank(rank: Rank, keys: int, case: str) -> tuple[float, int, int,
     if lacked := lacked_hits(proposal, offers):
         wanted = {sender for hit, sender in lacked.items() if hit not in held}
         mine = [held[hit] for hit, sender in lacked.items() if sender == rank.index]
-        words = group.exchange("hits", msgpack.packb(mine), reads=wanted)
-        held |= {hit_digest(entry): entry for sender in wanted for entry in msgpack.unpackb(words[sender])}
+        words = group.exchange("hits", pack_hits(mine), reads=wanted)
+        held |= {hit_digest(entry): entry for sender in wanted for entry in unpack_hits(words[sender])}
     assert all(hit in held for cell in proposal.cells for hit in cell.hits)
     words = group.exchange("agree-2", _yes(proposal).to_bytes())
     answers = {word: Answer.from_bytes(word) for word in dict.fromkeys(words)}
@@ -280,3 +383,154 @@ def _agree_on_a_rank(rank: Rank, keys: int, case: str) -> tuple[float, int, int,
     group.commit(TABLE.decode())
     group.close()
     return seconds, *counted
+
+
+class _CountingFiles(FilesystemStore):
+    """What is read from it, for the ranks of one host."""
+
+    reads = nbytes = 0
+
+    def get(self, key: str) -> bytes | None:
+        value = super().get(key)
+        self.reads, self.nbytes = self.reads + 1, self.nbytes + len(value or b"")
+        return value
+
+
+def reload_processes(size: int, keys: int) -> tuple[Traffic, float]:
+    """(what passed through the rendezvous and the store, seconds of the slowest rank's reload) with real ranks of one host."""
+    with tempfile.TemporaryDirectory(prefix="moe-dist-scaling-") as folder:
+        table, value = epoch_of(keys)
+        if not epoch.publish(FilesystemStore(f"{folder}/store"), table, value, [ENVIRONMENT.digest]):
+            raise RuntimeError(f"{folder} takes no writes")
+        outcomes = run_ranks(_reload_on_a_rank, size, Path(folder), keys, deadline=600.0)
+    if failed := [f"rank {rank}: {outcome.error}: {outcome.message}" for rank, outcome in enumerate(outcomes) if outcome.error]:
+        raise RuntimeError("; ".join(failed))
+    seconds, said, read, requests, reads, nbytes = zip(*(outcome.value for outcome in outcomes), strict=True)
+    return Traffic(list(said), list(read), sum(requests), sum(reads), sum(nbytes)), max(seconds)
+
+
+def _reload_on_a_rank(rank: Rank, keys: int) -> tuple[float, int, int, int, int, int]:
+    """(seconds, bytes said, bytes read, requests, values and bytes read from the store)."""
+    rendezvous = _Counting(TCPStore("127.0.0.1", rank.port, is_master=False, wait_for_workers=False))
+    deadlines = {"progress_timeout": timedelta(seconds=300), "cap": timedelta(seconds=600)}
+    group = RankGroup(rendezvous, rank.index, rank.size, **deadlines)  # type: ignore[arg-type]
+    group._look_s = 60.0  # what looks around find would be counted
+    store = _CountingFiles(rank.folder / "store")
+    with Tuner(store=store, group=group, deployment=DEPLOYMENT, device="cpu") as tuner:
+        with group.open_pass("start"):
+            group.exchange("start", b"")
+            group.commit("")
+        rendezvous.said = rendezvous.read = rendezvous.requests = 0
+        concluded: list[int] = []
+        commit = group.commit
+
+        def counted(table_digest: str) -> None:
+            concluded[:] = rendezvous.said, rendezvous.read, rendezvous.requests
+            commit(table_digest)
+
+        group.commit = counted  # type: ignore[method-assign]
+        started = time.monotonic()
+        if not tuner.reload() or len(tuner.epoch.winners) != keys:
+            raise RuntimeError("the epoch was not adopted")
+        said, read, requests = concluded
+        return time.monotonic() - started, said, read, requests, store.reads, store.nbytes
+
+
+# -- real servers ------------------------------------------------------------------------------------------------------------
+
+CLIENTS = (64, 512, 4096)
+_LOADERS = 2  # processes, each with its part of the clients
+
+
+def servers_table(
+    redis_url: str, clients: Sequence[int] = CLIENTS, note: Callable[[str], None] = lambda line: None
+) -> list[dict[str, Any]]:
+    """Rows of server, clients, asks, requests, bytes, seconds, requests_per_s, bytes_per_s: so many clients ask one server at once.
+
+    rendezvous: a TCPStore, asked for words of 64 bytes. redis: the server of `redis_url`, plain and without a password, each client
+    asked for the epoch of the most keys.
+    """
+    rows: list[dict[str, Any]] = []
+    value = epoch_of(max(KEYS))[1]
+    client = RedisAddress.parse(redis_url).connect()
+    name = f"moe_dist-bench-{time.monotonic_ns()}"
+    client.set(name, value)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.set("word", "w" * 64)
+    # A torch client takes up to seconds to connect where no name server answers, so that the rendezvous has few.
+    asked = [("rendezvous", min(clients), "a word", server.port), *(("redis", count, "an epoch", (redis_url, name)) for count in clients)]
+    try:
+        for kind, count, asks, where in asked:
+            each, seconds = _load(kind, count, where)
+            requests, nbytes = each * count, each * count * (len(value) if kind == "redis" else 64)
+            rows.append(
+                {
+                    "server": kind, "clients": count, "asks": asks, "requests": requests, "bytes": nbytes, "seconds": round(seconds, 3),
+                    "requests_per_s": round(requests / seconds), "bytes_per_s": round(nbytes / seconds),
+                }
+            )  # fmt: skip
+            note(", ".join(f"{field} {said}" for field, said in rows[-1].items()))
+    finally:
+        client.delete(name)
+        client.close()
+    return rows
+
+
+def _load(kind: str, clients: int, where: Any) -> tuple[int, float]:
+    """(requests of each client, seconds until all are answered)."""
+    each = max(1, 16_384 // clients) if kind == "rendezvous" else 1
+    forks = multiprocessing.get_context("forkserver")  # which `ranks` has given torch
+    ready, ended = forks.Barrier(_LOADERS + 1), forks.Barrier(_LOADERS + 1)
+    loaders = [
+        forks.Process(target=_load_in_a_process, args=(kind, clients // _LOADERS, each, where, ready, ended), daemon=True)
+        for _ in range(_LOADERS)
+    ]
+    for loader in loaders:
+        loader.start()
+    try:
+        ready.wait(300)
+        started = time.monotonic()
+        ended.wait(300)
+        return each, time.monotonic() - started
+    finally:
+        for loader in loaders:
+            loader.join(30)
+            loader.kill()
+
+
+def _load_in_a_process(kind: str, clients: int, each: int, where: Any, ready: Any, ended: Any) -> None:
+    try:
+        _LOADS[kind](clients, each, where, ready, ended)
+    except BaseException:
+        ready.abort()  # nobody waits for this one
+        ended.abort()
+        raise
+
+
+def _load_rendezvous(clients: int, each: int, port: int, ready: Any, ended: Any) -> None:
+    stores = [TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False) for _ in range(clients)]
+    ready.wait(300)
+    for _ in range(each):
+        for store in stores:
+            store.get("word")
+    ended.wait(300)
+
+
+def _load_redis(clients: int, each: int, where: tuple[str, str], ready: Any, ended: Any) -> None:
+    url, name = where
+    ((host, port),) = RedisAddress.parse(url).hosts
+    sockets = [socket.create_connection((host, port), timeout=60) for _ in range(clients)]
+    ready.wait(300)
+    for asking in sockets:
+        asking.sendall(b"GET %b\r\n" % name.encode())
+    part = bytearray(1 << 18)
+    for asking in sockets:
+        got = asking.recv_into(part)
+        head, _, _ = bytes(part[:got]).partition(b"\r\n")
+        left = len(head) + 2 + int(head[1:]) + 2 - got
+        while left:
+            left -= asking.recv_into(part)
+    ended.wait(300)
+
+
+_LOADS: Mapping[str, Callable[..., None]] = {"rendezvous": _load_rendezvous, "redis": _load_redis}

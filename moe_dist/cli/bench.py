@@ -18,7 +18,7 @@ from moe_dist.bench.agreement import diverged_table
 from moe_dist.bench.faults import fault_table
 from moe_dist.bench.lookup import lookup_table
 from moe_dist.bench.persistence import ENTRIES, REPEATS, WINNERS, stores_table
-from moe_dist.bench.scaling import KEYS, RANKS, scaling_table
+from moe_dist.bench.scaling import KEYS, RANKS, scaling_table, servers_table
 from moe_dist.cli import bench_kernels
 from moe_dist.cli.checks import positive, require_writable
 
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes, counts = (" ".join(map(str, numbers)) for numbers in (RANKS, KEYS))
     scaling.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help=f"group sizes of at least 2 (default: {sizes})")
     scaling.add_argument("--keys", type=int, nargs="+", default=list(KEYS), help=f"problem x mode x bucket (default: {counts})")
+    scaling.add_argument("--redis", metavar="URL", help="also: what thousands of clients get out of this server, and out of one rendezvous")
     scaling.add_argument("--json", type=Path, help="write the table here")
     scaling.set_defaults(kind=_scaling)
     vllm = kinds.add_parser("vllm", help="output tokens/s and inter-token latency of a vLLM with moe_dist against the same vLLM without")
@@ -139,7 +140,10 @@ def _lookup(arguments: argparse.Namespace) -> int:
 
 
 def _scaling(arguments: argparse.Namespace) -> int:
-    return _finish(arguments.json, "moe-dist bench scaling", {"scaling": scaling_table(arguments.ranks, arguments.keys, _note)}, [])
+    tables = {"scaling": scaling_table(arguments.ranks, arguments.keys, _note)}
+    if arguments.redis:
+        tables["servers"] = servers_table(arguments.redis, note=_note)
+    return _finish(arguments.json, "moe-dist bench scaling" + (" --redis redis" if arguments.redis else ""), tables, [])
 
 
 def _vllm(arguments: argparse.Namespace) -> int:

@@ -1,22 +1,70 @@
-"""The scaling table is made of what ranks really say: what is simulated is what real ranks' rendezvous counts."""
+"""The scaling table is made of what ranks really say: what is simulated is what real ranks' rendezvous and store count."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
+from redis_server import RedisServer
+from torch._C._distributed_c10d import HashStore
 
 from moe_dist.bench import scaling
-from moe_dist.bench.scaling import CASES, COLD, HIT_BYTES, WARM
+from moe_dist.bench.scaling import ANY, ATTACH, CASES, COLD, RELOAD, TUNE, WARM
+from moe_dist.bench.simulated import SimulatedOperation
+from moe_dist.distributed.group import RankGroup
+from moe_dist.distributed.plan import pack_hits
+from moe_dist.stores.open import open_store
+from moe_dist.tuning.policy import STRATEGIES, MeasurementPolicy
+from moe_dist.tuning.problem import BucketLadder
+from moe_dist.tuning.tuner import Tuner
 
 KEYS = 60
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("phase", [WARM, COLD])
 @pytest.mark.parametrize("size", [2, 5])  # the leader and one; more than a power of two, of which two are cold
-def test_what_is_simulated_is_what_real_ranks_send(size: int, case: str) -> None:
-    counted, _ = scaling.run_processes(size, KEYS, case)
-    simulated, _ = scaling.simulate(size, KEYS, case)
+def test_what_is_simulated_is_what_real_ranks_send(size: int, phase: str) -> None:
+    counted, _ = scaling.run_processes(size, KEYS, phase)
+    simulated, _ = scaling.simulate(size, KEYS, phase)
     assert (simulated.said, simulated.read) == (counted.said, counted.read)
     assert simulated.requests <= counted.requests, "a rank that waits long looks at its peers, too"
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_simulated_reload_is_what_real_ranks_of_one_host_send_and_read(size: int) -> None:
+    counted, _ = scaling.reload_processes(size, KEYS)
+    simulated, _ = scaling.simulate_reload(size, KEYS, hosts=1)
+    assert (simulated.said, simulated.read) == (counted.said, counted.read)
+    assert simulated.requests <= counted.requests, "a rank that waits long looks at its peers, too"
+    assert 2 <= counted.store_reads <= size, "who waits too long for a rank of its host reads for itself"
+    assert counted.store_bytes / counted.store_reads == simulated.store_bytes / simulated.store_reads
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_real_pass_takes_the_steps_that_tuning_is_counted_by(strategy: str, tmp_path: Path) -> None:
+    rendezvous, taken = HashStore(), list[str]()
+    deadlines = {"progress_timeout": timedelta(seconds=30), "cap": timedelta(seconds=60)}
+
+    def tune(rank: int) -> None:
+        group = RankGroup(rendezvous, rank, 2, **deadlines)  # type: ignore[arg-type]
+        meet = group._meet
+        if rank == 0:
+            group._meet = lambda step, *rest: (taken.append(step), meet(step, *rest))[1]  # type: ignore[method-assign]
+        policy = MeasurementPolicy(sweeps=1)
+        with Tuner(store=str(tmp_path), group=group, strategy=strategy, policy=policy, ladder=BucketLadder((1, 2)), device="cpu") as tuner:
+            tuner.record(SimulatedOperation("layer", {"plain": 1000.0, "quick": 100.0}))
+            tuner.run_pass()
+
+    with ThreadPoolExecutor(2) as pool:
+        for ended in [pool.submit(tune, rank) for rank in range(2)]:
+            ended.result(60)
+    timed = [step for step in taken if step.startswith(("measure-", "shard-", "final-", "reload-", "spread-"))]
+    if strategy == "reload":
+        assert timed == ["reload-published", "spread-key", "spread-found"]
+    else:
+        assert len(timed) == 2 * scaling.rounds_of(strategy), "of two cells"
 
 
 def test_ranks_that_hold_the_same_send_no_entry_however_many_keys() -> None:
@@ -26,22 +74,51 @@ def test_ranks_that_hold_the_same_send_no_entry_however_many_keys() -> None:
 
 def test_a_cold_host_costs_its_entries_and_an_offer_for_each_rank() -> None:
     traffic, _ = scaling.simulate(64, KEYS, COLD)
-    entries = KEYS * HIT_BYTES
+    entries = len(pack_hits(scaling._entries(KEYS)))
     assert min(traffic.read[56:]) > entries, "eight cold ranks read the entries"
-    assert max(traffic.read[1:56]) < entries / 5, "the others read an offer without them"
+    assert max(traffic.read[1:56]) < entries, "the others read an offer without them"
     assert entries < traffic.said[0] < 2 * entries, "the first that holds them sends them once"
 
 
-def test_a_round_of_timing_costs_the_same_for_each_rank() -> None:
-    assert scaling.round_bytes(4096) / 4096 == pytest.approx(scaling.round_bytes(64) / 64, rel=0.1)
+def test_tuning_costs_each_rank_the_same_and_apart_no_exchange_a_key() -> None:
+    for strategy in ("reduce", "shard"):
+        few, many = (scaling.simulate_tuning(size, KEYS, strategy)[0] for size in (64, 512))
+        assert many.server_bytes / 512 == pytest.approx(few.server_bytes / 64, rel=0.1)
+    few, many = (scaling.simulate_tuning(64, keys, "reload")[0] for keys in (KEYS, 10 * KEYS))
+    assert few.requests == many.requests
 
 
 def test_rows_are_measured_by_processes_and_by_simulation() -> None:
     rows = scaling.scaling_table([2, 64], [20])
-    assert [(row["ranks"], row["keys"], row["case"], row["how"]) for row in rows] == [
-        (size, 20, case, how) for size, how in ((2, "processes"), (64, "simulated")) for case in CASES
+    agreed = (WARM, COLD, RELOAD)
+    assert [(row["phase"], row["strategy"], row["ranks"], row["keys"], row["how"]) for row in rows] == [
+        (phase, strategy, size, 20, "processes" if size == 2 and phase in agreed else "simulated")
+        for size in (2, 64)
+        for phase, strategy in CASES
     ]
-    for row in rows:
-        assert row["network_seconds"] == round(row["server_bytes"] * 8 / 10e9, 4)
-        assert min(row["seconds"], row["reload_seconds"]) >= 0
-        assert row["epoch_bytes"] > 20 * HIT_BYTES
+    held = {(row["phase"], row["strategy"], row["ranks"]): row for row in rows}
+    assert held[ATTACH, ANY, 64]["store_bytes"] == 64 * sum(map(len, scaling._entries(20)))
+    assert held[TUNE, "reduce", 64]["limit_s"] == 20 * scaling.TIMING_S
+
+
+def test_clients_of_real_servers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "KEYS", (20,))
+    with RedisServer() as server:
+        rows = scaling.servers_table(f"redis://127.0.0.1:{server.port}/0", [4, 8])
+        assert server.client().dbsize() == 0, "left as it was"
+    nbytes = len(scaling.epoch_of(20)[1])
+    assert [(row["server"], row["clients"], row["requests"], row["bytes"]) for row in rows] == [
+        ("rendezvous", 4, 16_384, 16_384 * 64), ("redis", 4, 4, 4 * nbytes), ("redis", 8, 8, 8 * nbytes)
+    ]  # fmt: skip
+
+
+def test_a_rank_holds_one_connection_to_a_store() -> None:
+    with RedisServer() as server, server.client() as watcher:
+        before = watcher.info("clients")["connected_clients"]
+        stores = [open_store(f"redis://127.0.0.1:{server.port}/0") for _ in range(3)]
+        for store in stores:
+            store.put("a/b", b"value")
+            assert store.get_many(store.list("a")) == {"a/b": b"value"}
+        assert watcher.info("clients")["connected_clients"] == before + 3
+        for store in stores:
+            store.close()

@@ -7,7 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 from distributed.passes import (
     COSTS,
@@ -24,7 +23,7 @@ from distributed.passes import (
 from fakes import FakeOperation
 from ranks import Rank, run_ranks
 
-from moe_dist.distributed.plan import Offer
+from moe_dist.distributed.plan import Offer, unpack_hits
 from moe_dist.stores.codec import decode_entry
 from moe_dist.tuning.problem import BucketLadder
 from moe_dist.tuning.tuner import Tuner
@@ -73,7 +72,7 @@ def warm_in_part(rank: Rank) -> Any:
 
         def watched(step: str, word: bytes, **reads: Any) -> list[bytes]:
             if step == "hits":
-                sent.extend(decode_entry(entry).key_digest for entry in msgpack.unpackb(word))
+                sent.extend(decode_entry(entry).key_digest for entry in unpack_hits(word))
             return exchange(step, word, **reads)
 
         tuner.group.exchange = watched  # type: ignore[method-assign]
