@@ -19,6 +19,7 @@ from moe_dist.bench.faults import fault_table
 from moe_dist.bench.lookup import lookup_table
 from moe_dist.bench.persistence import ENTRIES, REPEATS, WINNERS, stores_table
 from moe_dist.bench.scaling import KEYS, RANKS, scaling_table, servers_table
+from moe_dist.bench.server import find_binary
 from moe_dist.cli import bench_kernels
 from moe_dist.cli.checks import positive, require_writable
 
@@ -124,6 +125,8 @@ def _note(line: str) -> None:
 
 
 def _agreement(arguments: argparse.Namespace) -> int:
+    if arguments.faults:
+        find_binary()  # before minutes are spent
     diverged = diverged_table(arguments.ranks, arguments.keys, arguments.calls, _note)
     objections = report.diverged_objections(diverged, arguments.ranks, arguments.keys, arguments.calls)
     tables = {"divergence": diverged}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_dist.bench import agreement, faults
+from moe_dist.bench import agreement, faults, server
 from moe_dist.bench.faults import DEADLINE_S, FAULTS, Fault
 from moe_dist.cli.main import main
 from moe_dist.errors import ConfigError
@@ -49,14 +49,27 @@ def fault(phase: str, name: str) -> Fault:
         ("agree", "stopped, lost, then continued", "shard"),
         ("measure", "ended the process twice before", "reload"),
         ("reload", "another job publishes in between", "reload"),
-        ("agree", "two passes at once", "reduce"),
-        ("commit", "store lost before the epoch", "reduce"),
+        ("agree", "a pass within a pass", "reduce"),
+        ("commit", "two passes at once", "reload"),
+        ("measure", "two contexts at once", "shard"),
+        ("commit", "store killed before the epoch", "reduce"),
+        ("reload", "store killed", "shard"),
+        ("measure", "another job publishes in between", "reload"),
+        ("commit", "leader's disk full", "reload"),
+        ("measure", "disk full", "shard"),
+        ("measure", "out of memory in one tactic", "reduce"),
+        ("measure", "out of memory for the probe", "shard"),
+        ("measure", "killed for its memory twice before", "reduce"),
+        ("commit", "no room for symmetric memory", "shard"),
+        ("reload", "other candidates", "reduce"),
         ("commit", "leader killed after the commit", "shard"),
         ("measure", "killed in a collective", "reload"),
         ("measure", "late in a collective", "shard"),
     ],
 )
-def test_a_fault_ends_as_it_must(phase: str, name: str, strategy: str) -> None:
+def test_a_fault_ends_as_it_must(phase: str, name: str, strategy: str, request: pytest.FixtureRequest) -> None:
+    if "disk full" in name:
+        request.getfixturevalue("small_disks")
     wanted = fault(phase, name)
     (row,) = faults.fault_table([wanted], [strategy])
     assert (row["phase"], row["fault"], row["strategy"]) == (phase, name, strategy)
@@ -69,6 +82,16 @@ def test_a_fault_ends_as_it_must(phase: str, name: str, strategy: str) -> None:
     assert row["seconds"] <= row["deadline_seconds"] == DEADLINE_S
 
 
+def test_rows_come_in_order_however_many_are_made_at_once() -> None:
+    """The second is done long before the first."""
+    said: list[str] = []
+    wanted = [fault("agree", "killed"), fault("agree", "leaves by an exception")]
+    rows = faults.fault_table(wanted, ["reduce"], said.append)
+    assert [row["fault"] for row in rows] == ["killed", "leaves by an exception"]
+    assert [row["outcome"] for row in rows] == ["RankLost(1)", "RankWithdrawn(1)"]
+    assert [line.split(", ")[1] for line in said] == ["fault killed", "fault leaves by an exception"]
+
+
 def test_what_a_collective_call_must_come_to_after_a_fault() -> None:
     assert fault("measure", "stopped in a collective").collective == "refused", "the group is dead"
     assert fault("commit", "leader killed after the commit").collective == "RankLost(0)", "the group does not know yet"
@@ -76,9 +99,35 @@ def test_what_a_collective_call_must_come_to_after_a_fault() -> None:
     assert fault("measure", "late in a collective").collective == "served"
 
 
+PHASES = ("agree", "measure", "commit", "reload")
+
+
 def test_faults_cover_every_phase_and_are_named_once() -> None:
-    assert {fault.phase for fault in FAULTS} == {"agree", "measure", "commit", "reload"}
+    """What can strike at any time is in every phase; what a pass times, or concludes, can go wrong only there."""
+    phases: dict[str, list[str]] = {}
+    for each in FAULTS:
+        phases.setdefault(each.name, []).append(each.phase)
+    anywhere = {name for name, found in phases.items() if tuple(found) == PHASES}
+    assert anywhere == {
+        "killed", "leader killed", "stopped", "stopped and continued", "stopped, lost, then continued", "late", "leaves by an exception",
+        "out of memory", "disk full", "leader's disk full", "store killed", "another job publishes in between", "two contexts at once",
+        "two passes at once", "a pass within a pass", "late words of an old pass",
+    }  # fmt: skip
+    assert {name: found for name, found in phases.items() if name not in anywhere and len(found) > 1} == {
+        "other software version": ["agree", "reload"],
+        "other GPU name": ["agree", "reload"],
+        "other candidates": ["agree", "reload"],
+    }
     assert len({(fault.phase, fault.name) for fault in FAULTS}) == len(FAULTS)
+
+
+def test_without_a_server_to_kill_no_row_is_begun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(server.importlib.util, "find_spec", lambda name: None)
+    assert main(["bench", "agreement", "--ranks", "2", "--keys", "5", "--calls", "1", "--faults"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("moe-dist: no Redis server that could be started and killed, or no redis-py, is installed here; install")
+    assert said.err.count("\n") == 1
+    assert said.out == ""
 
 
 def test_the_lookup_benchmark_writes_its_table(tmp_path: Path) -> None:
