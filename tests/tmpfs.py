@@ -9,9 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import Rank, run_ranks
-
-from moe_dist.bench.scarcity import mount_small_disk
 
 
 @contextlib.contextmanager
@@ -27,17 +24,3 @@ def tmpfs(folder: Path, size: str) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def _mounts(rank: Rank) -> None:
-    folder = rank.folder / "disk"
-    folder.mkdir()
-    mount_small_disk(folder, 64 << 10)
-
-
-def require_small_disks(folder: Path) -> None:
-    """Skips where a process may not mount a file system for itself alone."""
-    (outcome,) = run_ranks(_mounts, 1, folder)
-    if outcome.error == "PermissionError":
-        pytest.skip(f"no small disk can be mounted here: {outcome.message}")
-    assert not outcome.error, outcome

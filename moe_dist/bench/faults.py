@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from moe_dist.allreduce import GLOO, ONE_SHOT, FinalizeAllReduce, Runner, ServedAllReduce
 from moe_dist.bench.ranks import Outcome, Rank, RankHangs, Ranks, run_ranks, wait_for
-from moe_dist.bench.scarcity import BEYOND_BYTES, exhaust_memory, fill_disk, limit_memory, mount_small_disk
+from moe_dist.bench.scarcity import BEYOND_BYTES, exhaust_memory, fill_disk, limit_memory, mount_small_disk, why_no_small_disk
 from moe_dist.bench.server import RedisServer, find_binary
 from moe_dist.bench.simulated import SimulatedOperation, SimulatedProbe
 from moe_dist.distributed.epoch import EPOCHS, published
@@ -89,6 +89,11 @@ class Fault:
     def on_server(self) -> bool:
         """The store is a server that is killed."""
         return self.name.startswith("store killed")
+
+    @property
+    def on_small_disk(self) -> bool:
+        """The culprit's store lies on a disk of its own, which is full when it strikes."""
+        return "disk full" in self.name
 
     @property
     def collective(self) -> str:
@@ -163,9 +168,11 @@ def fault_table(
 ) -> list[dict[str, Any]]:
     """Rows of phase, fault, strategy, outcome, collective, seconds, deadline_seconds, expected, previous_epoch, restart; one a pair.
 
-    seconds: from the fault to the end of the last survivor. outcome "hang": a survivor outlasted the deadline.
+    seconds: from the fault to the end of the last survivor. outcome "hang": a survivor outlasted the deadline; "not made": why a fault
+    could not be. ConfigError: there is no server to kill.
     """
     find_binary()
+    no_disk = why_no_small_disk()
     rows = []
     with tempfile.TemporaryDirectory(prefix="moe-dist-faults-") as name, ThreadPoolExecutor(ROWS_AT_ONCE) as pool:
         root = Path(name)
@@ -175,12 +182,20 @@ def fault_table(
 
         def row(number: int) -> dict[str, Any]:
             fault, strategy = pairs[number]
+            if fault.on_small_disk and no_disk is not None:
+                return _not_made(fault, strategy, f"no small disk can be mounted here: {no_disk}")
             return _row(fault, strategy, root / strategy / "store", root / f"row-{number}")
 
         for made in pool.map(row, range(len(pairs))):
             rows.append(made)
             note(", ".join(f"{name} {value}" for name, value in made.items()))
     return rows
+
+
+def _not_made(fault: Fault, strategy: str, why: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"phase": fault.phase, "fault": fault.name, "strategy": strategy, "outcome": f"not made: {why}", "collective": ""}
+    row |= {"seconds": 0.0, "deadline_seconds": DEADLINE_S, "expected": fault.outcome}
+    return row | {"previous_epoch": "unknown", "restart": "not made"}
 
 
 def _serve_first(folder: Path, url: str, strategy: str) -> None:
@@ -397,7 +412,7 @@ def _store_of(rank: Rank, fault: Fault | None, url: str) -> Store:
     if fault is not None and rank.index == fault.culprit:
         if fault.name == "store not shared":
             folder = rank.folder / "elsewhere"
-        elif "disk full" in fault.name:
+        elif fault.on_small_disk:
             mount_small_disk(folder, SMALL_DISK_BYTES)
     return FilesystemStore(folder)
 
@@ -457,7 +472,7 @@ def _rank(rank: Rank, fault: Fault | None, strategy: str, url: str) -> dict[str,
         finally:
             (rank.folder / f"served-{rank.index}").write_text(tuner.epoch.digest)
             (rank.folder / f"collective-{rank.index}").write_text(called)
-        if "disk full" in fault.name and rank.index == fault.culprit and fill_disk(Path(url)):
+        if fault.on_small_disk and rank.index == fault.culprit and fill_disk(Path(url)):
             raise AssertionError("the disk had room again")
         return {"digest": tuner.epoch.digest, "ending": ending}
 

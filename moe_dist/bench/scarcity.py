@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
+from moe_dist.bench.ranks import Rank, run_ranks
+
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000  # linux/sched.h
 _RECURSIVE_PRIVATE = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE of linux/mount.h
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -34,6 +36,19 @@ def mount_small_disk(folder: Path, nbytes: int) -> None:
         shutil.copytree(folder, kept, dirs_exist_ok=True)
         _call("mount", b"tmpfs", os.fsencode(folder), b"tmpfs", 0, b"size=%d" % nbytes)
         shutil.copytree(kept, folder, dirs_exist_ok=True)
+
+
+def why_no_small_disk() -> str | None:
+    """Why no process of this user may mount one; None: it may."""
+    with tempfile.TemporaryDirectory() as folder:
+        (tried,) = run_ranks(_mount_in_passing, 1, Path(folder))
+    return f"{tried.error}: {tried.message}" if tried.error else None
+
+
+def _mount_in_passing(rank: Rank) -> None:
+    folder = rank.folder / "disk"
+    folder.mkdir()
+    mount_small_disk(folder, 1 << 16)
 
 
 def fill_disk(folder: Path) -> int:

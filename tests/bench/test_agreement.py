@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_dist.bench import agreement, faults, server
+from moe_dist.bench import agreement, faults, report, server
 from moe_dist.bench.faults import DEADLINE_S, FAULTS, Fault
+from moe_dist.cli import bench
 from moe_dist.cli.main import main
 from moe_dist.errors import ConfigError
 
@@ -119,6 +120,42 @@ def test_faults_cover_every_phase_and_are_named_once() -> None:
         "other candidates": ["agree", "reload"],
     }
     assert len({(fault.phase, fault.name) for fault in FAULTS}) == len(FAULTS)
+
+
+def test_a_row_whose_fault_can_not_be_made_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "why_no_small_disk", lambda: "PermissionError: unshare: Operation not permitted")
+    wanted = fault("agree", "disk full")
+    (row,) = faults.fault_table([wanted], ["reduce"])
+    said = [line for line in report.fault_objections([row]) if "no row" not in line]
+    assert said[0] == (
+        "disk full in agree under reduce: not made: no small disk can be mounted here: PermissionError: unshare: Operation not permitted,"
+        " not agreed"
+    )
+
+
+def test_one_command_writes_both_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With one of the faults: it is then said that the others' rows are missing."""
+    one = fault("commit", "leaves by an exception")
+    monkeypatch.setattr(bench, "fault_table", lambda note: faults.fault_table([one], ["shard"], note))
+    path = tmp_path / "table.json"
+    assert main(["bench", "agreement", "--ranks", "4", "--keys", "5", "--calls", "50", "--faults", "--json", str(path)]) == 1
+    kept = json.loads(path.read_text())
+    assert kept["command"] == "moe-dist bench agreement --ranks 4 --keys 5 --calls 50 --faults"
+    assert [(row["strategy"], row["ranks"], row["keys"], row["calls"]) for row in kept["divergence"]] == [
+        (arm, 4, 5, 50) for arm in agreement.ARMS
+    ]
+    assert all(set(row) == set(report.DIVERGED_FIELDS) for row in kept["divergence"])
+    (row,) = kept["faults"]
+    assert set(row) == set(report.FAULT_FIELDS)
+    assert (row["phase"], row["fault"], row["strategy"], row["outcome"]) == (
+        "commit",
+        "leaves by an exception",
+        "shard",
+        "RankWithdrawn(1)",
+    )
+    assert row["seconds"] <= row["deadline_seconds"]
+    said = capsys.readouterr().err
+    assert "moe-dist bench: no row for leaves by an exception in commit under reduce" in said
 
 
 def test_without_a_server_to_kill_no_row_is_begun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
