@@ -303,7 +303,12 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
     try:
         with _plain_signals():
             group = _process_group(job)
-            _require_a_store_that_keeps(job, group)
+            try:
+                _require_a_store_that_keeps(job, group)
+            except StoreError:
+                if dist.is_initialized():
+                    dist.destroy_process_group()  # all leave by this; a thread of gloo's that outlives Python aborts the process
+                raise
         with (
             progress,
             Tuner(

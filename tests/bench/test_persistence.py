@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from redis_server import RedisServer
@@ -56,14 +58,18 @@ def test_a_size_of_nothing_is_refused(tmp_path, capsys):
 
 # Of one entry the benchmark soon comes to reloading, which goes on for minutes; of many it is attaching for as long.
 @pytest.mark.parametrize(("during", "entries", "repeats"), [("attach", 500, 1_000_000), ("reload", 1, 600)])
-def test_a_benchmark_that_is_ended_leaves_nothing_behind(during, entries, repeats, tmp_path):
+def test_a_benchmark_that_is_ended_leaves_nothing_behind(during, entries, repeats):
     """Neither keys, whether of entries or of an epoch, nor a folder."""
-    (tmp_path / "tmp").mkdir()
     code = "import sys; from moe_dist.cli.main import main; sys.exit(main())"
     sizes = ["--entries", str(entries), "--winners", "100", "--repeats", str(repeats)]
-    with RedisServer() as server, open_closing(f"unix://{server.socket}?timeout=20") as store:
+    # Short: multiprocessing keeps sockets there, whose paths have at most 107 characters.
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        RedisServer() as server,
+        open_closing(f"unix://{server.socket}?timeout=20") as store,
+    ):
         command = [sys.executable, "-c", code, "bench", "stores", store.url.replace("?", "?timeout=20&"), *sizes]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")}) as bench:
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": temporary}) as bench:
             try:
                 until = time.monotonic() + 120
                 while len(store.list("bench" if during == "attach" else "epochs")) < 1 and time.monotonic() < until:
@@ -73,7 +79,7 @@ def test_a_benchmark_that_is_ended_leaves_nothing_behind(during, entries, repeat
             finally:
                 bench.kill()
         assert store.list("") == []
-        assert list((tmp_path / "tmp").glob("moe-dist-*")) == []
+        assert list(Path(temporary).glob("moe-dist-*")) == []
     assert (bench.returncode, said) == (128 + signal.SIGTERM, "moe-dist: ended by SIGTERM\n")
 
 

@@ -185,18 +185,37 @@ def test_words_that_all_have_read_are_removed_so_that_many_passes_leave_the_rend
     assert [after - before for before, after in itertools.pairwise(sizes)] == [1, 1, 1]
 
 
-def test_a_word_of_an_earlier_pass_another_step_or_attachment_matches_nothing(make: Make) -> None:
+@pytest.mark.parametrize("late", ["earlier step", "earlier pass", "other attachment"])
+def test_a_word_of_an_earlier_pass_another_step_or_attachment_matches_nothing(make: Make, late: str) -> None:
+    """All that rank 1 said before arrives once more; of what rank 0 waits for now it has said nothing."""
     store = HashStore()
     ranks = make(2, store, progress=0.6)
-    scope = ranks[0]._scope
-    for late in ("1/1/000001/1", "2/2/000001/1", "1/2/000002/1", "1/2/000001/0"):
-        store.set(f"{scope}/{late}", "late")
-    for rank in ranks:
-        rank._pass = 1
-    ranks[0].begin_pass()
-    assert ranks[0]._key("") == f"{scope}/1/2/"
-    with pytest.raises(RankLost, match="rank 1 lost in pass 2, step agree: no progress for 1 s"):
-        ranks[0].exchange("agree", b"")
+    said: list[tuple[str, Any]] = []
+    say = ranks[1]._rendezvous.set
+
+    def remember(key: str, value: Any) -> None:
+        said.append((key, value))
+        say(key, value)
+
+    ranks[1]._rendezvous.set = remember  # type: ignore[method-assign]
+    if late == "earlier step":
+        opened(ranks)
+        assert results(together(ranks, lambda rank: rank.exchange("agree-1", b"x"))) == [[b"x", b"x"]] * 2
+        waiting, place = ranks[0], "pass 1, step agree-1"
+    else:
+        assert results(together(ranks, one_pass)) == [[b"x", b"x"]] * 2
+        if late == "other attachment":
+            for rank in ranks:
+                rank.close()
+            ranks = make(2, store, progress=0.6)
+        waiting, place = ranks[0], f"pass {2 if late == 'earlier pass' else 1}, step agree-1"
+        waiting.begin_pass()
+    words = [(key, value) for key, value in said if key.endswith("/1") and "/progress/" not in key]
+    assert words, "rank 1 said nothing that could be taken for a word"
+    for key, value in words:
+        store.set(key, value)
+    with pytest.raises(RankLost, match=f"rank 1 lost in {place}: no progress for 1 s"):
+        waiting.exchange("agree-1", b"x")
 
 
 def test_what_was_committed_first_stands_and_a_late_abort_changes_nothing(make: Make) -> None:
