@@ -6,6 +6,7 @@ same words concludes the same. `group.py` sends them, the tests' model follows e
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 from collections.abc import Collection, Sequence
@@ -81,9 +82,8 @@ def senders_of(heads: Sequence[bytes]) -> dict[bytes, int]:
 
 def require_one_step(steps: Sequence[str], names: Sequence[int]) -> None:
     """CallsDiffer: ranks have met in different steps; names those that are not where most are."""
-    if len(set(steps)) > 1:
-        usual = max(steps, key=list(steps).count)  # the first of equally many: the same on every rank
-        odd = {name: step for name, step in zip(names, steps, strict=True) if step != usual}
+    usual, odd = _odd_ones(steps, names)
+    if odd:
         raise CallsDiffer(
             "ranks are in different calls: " + ", ".join(f"rank {name} in {step}" for name, step in odd.items())
             + f", the rest in {usual}; all ranks of a group make the same calls in the same order", odd,
@@ -92,14 +92,21 @@ def require_one_step(steps: Sequence[str], names: Sequence[int]) -> None:
 
 def require_one_version(versions: Sequence[str], names: Sequence[int]) -> None:
     """SettingsDiffer: ranks run other code, whose words can't be read; names those that differ from the most."""
-    if len(set(versions)) > 1:
-        usual = max(versions, key=list(versions).count)  # the first of equally many: the same on every rank
-        odd = {name: version for name, version in zip(names, versions, strict=True) if version != usual}
+    usual, odd = _odd_ones(versions, names)
+    if odd:
         raise SettingsDiffer(
             "ranks run other versions of moe_dist: " + ", ".join(f"rank {name} {version}" for name, version in odd.items())
             + f", the rest {usual}; install the same on all: mixed_environments allows other GPUs, drivers and libraries, no other code of "
             "ours, which reads what ranks say", odd, ["version"],
         )  # fmt: skip
+
+
+def _odd_ones(said: Sequence[str], names: Sequence[int]) -> tuple[str, dict[int, str]]:
+    """What most ranks say, and by name what the others do; of equally many the first counts, the same on every rank."""
+    if len(set(said)) < 2:
+        return "", {}
+    ((usual, _),) = collections.Counter(said).most_common(1)
+    return usual, {name: other for name, other in zip(names, said, strict=True) if other != usual}
 
 
 def waited_for(spoken: Collection[int], rank: int, size: int) -> list[int]:
