@@ -18,8 +18,9 @@ from moe_dist.bench.agreement import diverged_table
 from moe_dist.bench.faults import fault_table
 from moe_dist.bench.lookup import lookup_table
 from moe_dist.bench.persistence import ENTRIES, REPEATS, WINNERS, stores_table
-from moe_dist.bench.scaling import KEYS, RANKS, scaling_table, servers_table
+from moe_dist.bench.scaling import KEYS, RANKS, scaling_table
 from moe_dist.bench.server import find_binary
+from moe_dist.bench.servers import servers_table
 from moe_dist.cli import bench_kernels
 from moe_dist.cli.checks import positive, require_writable
 

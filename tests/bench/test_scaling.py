@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 from moe_dist.bench import scaling
 from moe_dist.bench.scaling import ANY, ATTACH, CASES, COLD, RELOAD, TUNE, WARM
+from moe_dist.bench.servers import servers_table
 from moe_dist.bench.simulated import SimulatedOperation
 from moe_dist.distributed.group import RankGroup
 from moe_dist.distributed.plan import pack_hits
@@ -104,7 +105,7 @@ def test_rows_are_measured_by_processes_and_by_simulation() -> None:
 def test_clients_of_real_servers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "KEYS", (20,))
     with RedisServer() as server:
-        rows = scaling.servers_table(f"redis://127.0.0.1:{server.port}/0", [4, 8])
+        rows = servers_table(f"redis://127.0.0.1:{server.port}/0", [4, 8])
         assert server.client().dbsize() == 0, "left as it was"
     nbytes = len(scaling.epoch_of(20)[1])
     assert [(row["server"], row["clients"], row["requests"], row["bytes"]) for row in rows] == [

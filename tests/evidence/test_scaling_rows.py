@@ -13,7 +13,6 @@ from moe_dist.bench.scaling import (
     ANY,
     ATTACH,
     CASES,
-    CLIENTS,
     COLD,
     HOST,
     KEYS,
@@ -31,6 +30,7 @@ from moe_dist.bench.scaling import (
     simulate_reload,
     simulate_tuning,
 )
+from moe_dist.bench.servers import CLIENTS
 
 ROOT = Path(__file__).parents[2]
 KEPT: dict[str, Any] = json.loads((ROOT / "docs/evidence/scaling.json").read_text())
