@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_dist.bench.agreement import ARMS, UNPROTECTED
-from moe_dist.bench.faults import FAULTS
+from moe_dist.bench.fault_list import FAULTS
 from moe_dist.bench.persistence import LIMITS_S
 from moe_dist.tuning.policy import STRATEGIES
 

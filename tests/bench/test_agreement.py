@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_dist.bench import agreement, faults, report, server
-from moe_dist.bench.faults import DEADLINE_S, FAULTS, Fault
+from moe_dist.bench.fault_list import DEADLINE_S, FAULTS, Fault
 from moe_dist.cli import bench
 from moe_dist.cli.main import main
 from moe_dist.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 
 from moe_dist.bench import report
 from moe_dist.bench.agreement import ARMS, UNPROTECTED
-from moe_dist.bench.faults import FAULTS
+from moe_dist.bench.fault_list import FAULTS
 from moe_dist.bench.persistence import LIMITS_S, STORES
 from moe_dist.tuning.policy import STRATEGIES
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_dist.bench import report
-from moe_dist.bench.faults import DEADLINE_S, FAULTS
+from moe_dist.bench.fault_list import DEADLINE_S, FAULTS
 from moe_dist.cli.main import build_parser
 from moe_dist.tuning.policy import STRATEGIES
 
