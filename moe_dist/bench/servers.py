@@ -18,15 +18,15 @@ _LOADERS = 2  # processes, each with its part of the clients
 
 
 def servers_table(
-    redis_url: str, clients: Sequence[int] = CLIENTS, note: Callable[[str], None] = lambda line: None
+    redis_url: str, clients: Sequence[int] = CLIENTS, keys: int = max(KEYS), note: Callable[[str], None] = lambda line: None
 ) -> list[dict[str, Any]]:
     """Rows of server, clients, asks, requests, bytes, seconds, requests_per_s, bytes_per_s: so many clients ask one server at once.
 
     rendezvous: a TCPStore, asked for words of 64 bytes. redis: the server of `redis_url`, plain and without a password, each client
-    asked for the epoch of the most keys.
+    asked for an epoch of so many keys.
     """
     rows: list[dict[str, Any]] = []
-    value = epoch_of(max(KEYS))[1]
+    value = epoch_of(keys)[1]
     client = RedisAddress.parse(redis_url).connect()
     name = f"moe_dist-bench-{time.monotonic_ns()}"
     client.set(name, value)

@@ -102,10 +102,9 @@ def test_rows_are_measured_by_processes_and_by_simulation() -> None:
     assert held[TUNE, "reduce", 64]["limit_s"] == 20 * scaling.TIMING_S
 
 
-def test_clients_of_real_servers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling, "KEYS", (20,))
+def test_clients_of_real_servers_are_counted() -> None:
     with RedisServer() as server:
-        rows = servers_table(f"redis://127.0.0.1:{server.port}/0", [4, 8])
+        rows = servers_table(f"redis://127.0.0.1:{server.port}/0", [4, 8], keys=20)
         assert server.client().dbsize() == 0, "left as it was"
     nbytes = len(scaling.epoch_of(20)[1])
     assert [(row["server"], row["clients"], row["requests"], row["bytes"]) for row in rows] == [
