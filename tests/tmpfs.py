@@ -1,4 +1,4 @@
-"""A file system that is really small, where mounting one is allowed."""
+"""File systems as disks and networks give them, where mounting one is allowed."""
 
 from __future__ import annotations
 
@@ -24,3 +24,24 @@ def tmpfs(folder: Path, size: str) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def two_mounts(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """One directory through two mounts below `folder`, each of which has locks of its own, as two hosts have on a file system that locks
+    within each host alone."""
+    with tmpfs(folder, "4m"):
+        for name in ("lower", "upper", "work", "one", "two"):
+            (folder / name).mkdir()
+        options = ",".join(f"{name}dir={folder / name}" for name in ("lower", "upper", "work"))
+        mounted = []
+        try:
+            for name in ("one", "two"):
+                command = ["mount", "-t", "overlay", "-o", f"{options},index=off", "overlay", str(folder / name)]
+                if subprocess.run(command, capture_output=True).returncode:
+                    pytest.skip("mounting one directory twice is not allowed here; the simulated locks stand for it")
+                mounted.append(folder / name)
+            yield folder / "one", folder / "two"
+        finally:
+            for path in mounted:
+                subprocess.run(["umount", "-l", str(path)], check=True)

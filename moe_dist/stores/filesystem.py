@@ -2,9 +2,11 @@
 
 The value of key a/b/c is ROOT/a/b/c+value; the suffix has a character that no key has, so a file never stands where another
 key needs a folder. A value is written to a temporary file beside it, synced, and renamed. A writer holds a lock on its
-temporary file, so a killed one's is told from a live one's, and is removed when a store is next attached. Files that are not
-ours are never touched. The kernel bounds disk waits, we can't: a hard NFS mount whose server is gone blocks as it blocks
-everyone.
+temporary file, so a killed one's is told from a live one's, and is removed when a store is next attached. Only to this kernel's
+own writers does a lock prove that: on a mount that locks within each host alone (Lustre's localflock, NFS's local_lock) a live
+writer elsewhere seems to hold none. Its file names another mount, and goes once it is an hour older than one written now. Files
+that are not ours are never touched. The kernel bounds disk waits, we can't: a hard NFS mount whose server is gone blocks as it
+blocks everyone.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
+import hashlib
 import os
 import stat
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -27,7 +30,8 @@ SUFFIX = "+value"
 TEMPORARY = ".moe-dist-tmp-"
 _ATTEMPTS = 3  # how often a folder or a temporary file may vanish under one write
 _RETRY_AFTER = timedelta(seconds=30)  # until a disk that was full is asked again to take what was kept; a `put` always asks it
-_UNLOCKED_AGE_S = 3600.0  # where files can't be locked, a temporary file this old has no live writer
+_DEAD_AGE_S = 3600.0  # where a lock proves nothing, a temporary file this old has no live writer
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ELOOP}  # no file, or no file of ours: a plain miss
 
@@ -38,6 +42,7 @@ class FilesystemStore(DegradingStore):
     def __init__(self, path: str | Path) -> None:
         self._root = os.path.abspath(os.path.expanduser(path))
         super().__init__(Path(self._root).as_uri(), retry_after=_RETRY_AFTER)
+        self._lasting: set[str] = set()  # folders that a crash leaves in place: this handle has synced their parents
         self._sweep()
 
     @property
@@ -72,13 +77,29 @@ class FilesystemStore(DegradingStore):
         path = self._path(key)
         for attempt in range(_ATTEMPTS):
             try:
-                _publish(self._root, path, value)
+                self._make_lasting(os.path.dirname(path))
+                _publish(path, value)
                 return
             except FileNotFoundError as error:  # the folder was deleted under us: make it again
                 if attempt == _ATTEMPTS - 1:
                     raise Unavailable(_words(error)) from error
             except OSError as error:
                 raise Unavailable(_words(error)) from error
+
+    def _make_lasting(self, folder: str) -> None:
+        """Make `folder`, and have it outlast a crash. That it is there says nothing: who made it may not have synced it yet."""
+        if folder in self._lasting and os.path.isdir(folder):
+            return
+        top = self._root
+        while not os.path.exists(os.path.dirname(top)):
+            top = os.path.dirname(top)
+        os.makedirs(folder, exist_ok=True)
+        parent = folder
+        while len(parent) >= len(top):
+            parent = os.path.dirname(parent)
+            with contextlib.suppress(PermissionError):  # one that we can't read we did not write to
+                _sync_folder(parent)
+        self._lasting.add(folder)
 
     def _remove(self, key: str) -> None:
         try:
@@ -98,10 +119,11 @@ class FilesystemStore(DegradingStore):
 
     def _sweep(self) -> None:
         """Remove the temporary files of dead writers."""
+        now_s = functools.cache(_now_s)
         for folder, name in _walk(self._root, lambda reason: None):  # what is wrong is said at the first use
             if name.startswith(TEMPORARY):
                 with contextlib.suppress(OSError):
-                    _remove_if_dead(f"{folder}/{name}")
+                    _remove_if_dead(folder, name, now_s)
 
 
 def _walk(root: str, failed: Callable[[str], None]) -> Iterator[tuple[str, str]]:
@@ -149,11 +171,9 @@ def _read_all(handle: int, size: int) -> bytes:
     return data
 
 
-def _publish(root: str, path: str, value: bytes) -> None:
+def _publish(path: str, value: bytes) -> None:
     folder = os.path.dirname(path)
-    fresh = not os.path.isdir(folder)
-    os.makedirs(folder, exist_ok=True)
-    temporary = f"{folder}/{TEMPORARY}{uuid.uuid4().hex}"
+    temporary = _new_temporary(folder)
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         _hold(handle, temporary)
@@ -169,9 +189,6 @@ def _publish(root: str, path: str, value: bytes) -> None:
     finally:
         os.close(handle)
     _sync_folder(folder)
-    while fresh and len(folder) >= len(root):  # new folders are durable only once their parents are
-        folder = os.path.dirname(folder)
-        _sync_folder(folder)
 
 
 def _rename(temporary: str, path: str, value: bytes) -> None:
@@ -194,19 +211,51 @@ def _hold(handle: int, temporary: str) -> None:
             raise
 
 
-def _remove_if_dead(temporary: str) -> None:
-    handle = os.open(temporary, os.O_RDWR | os.O_CLOEXEC)
+def _remove_if_dead(folder: str, name: str, now_s: Callable[[str], float]) -> None:
+    handle = os.open(f"{folder}/{name}", os.O_RDWR | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            dead = name.startswith(f"{TEMPORARY}{_mount(folder)}-")
         except BlockingIOError:
             return
         except OSError as error:
-            if error.errno not in _NO_LOCKS or time.time() - os.fstat(handle).st_mtime < _UNLOCKED_AGE_S:
+            if error.errno not in _NO_LOCKS:
                 return
-        os.unlink(temporary)
+            dead = False
+        if dead or now_s(folder) - os.fstat(handle).st_mtime > _DEAD_AGE_S:
+            os.unlink(f"{folder}/{name}")
     finally:
         os.close(handle)
+
+
+def _new_temporary(folder: str) -> str:
+    return f"{folder}/{TEMPORARY}{_mount(folder)}-{uuid.uuid4().hex}"
+
+
+def _mount(folder: str) -> str:
+    """Says which running kernel sees `folder` through which mount: whoever says the same sees the same locks."""
+    return hashlib.sha256(f"{_boot_id()} {os.stat(folder).st_dev}".encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return uuid.uuid4().hex  # a system that says none: only this process is known to be on this host
+
+
+def _now_s(folder: str) -> float:
+    """The file system's own time, whatever this host's clock says."""
+    temporary = _new_temporary(folder)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        return os.fstat(handle).st_mtime
+    finally:
+        os.close(handle)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
 
 
 def _sync_folder(folder: str) -> None:

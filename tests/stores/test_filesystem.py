@@ -38,8 +38,9 @@ def test_a_key_may_be_the_prefix_of_another(tmp_path):
 
 def test_a_dead_writers_temporary_file_goes_at_the_next_attach_and_a_live_ones_stays(tmp_path):
     code = (
-        "import os, sys; from moe_dist.stores import filesystem\n"
-        "def hold(fd): print('writing', flush=True); sys.stdin.read()\n"
+        "import os, stat, sys; from moe_dist.stores import filesystem\n"
+        "def hold(fd):\n"
+        "    if stat.S_ISREG(os.fstat(fd).st_mode): print('writing', flush=True); sys.stdin.read()\n"
         "os.fsync = hold\n"
         "filesystem.FilesystemStore(sys.argv[1]).put('a/b', b'value')\n"
     )
@@ -58,7 +59,7 @@ def test_a_writer_whose_temporary_file_vanishes_writes_again(tmp_path, monkeypat
     fsync, removed = os.fsync, []
 
     def remove_first(handle):
-        if not removed:
+        if not removed and temporaries(tmp_path):
             removed.extend(temporaries(tmp_path))
             removed[0].unlink()
         fsync(handle)

@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -20,8 +21,9 @@ from pathlib import Path
 
 import msgpack
 import pytest
-from tmpfs import tmpfs
+from tmpfs import tmpfs, two_mounts
 
+from moe_dist.stores import filesystem
 from moe_dist.stores.codec import Malformed, decode_entry, encode_entry
 from moe_dist.stores.filesystem import SUFFIX, TEMPORARY, FilesystemStore
 from moe_dist.tuning.problem import Entry, Tactic, Timed, digest, pack
@@ -143,6 +145,81 @@ def test_a_directory_that_is_deleted_again_and_again(tmp_path):
     assert store.put("a/b/after", b"2")
     assert FilesystemStore(tmp_path / "s").get("a/b/after") == b"2"
     assert temporaries(tmp_path) == []
+
+
+# --- a machine that loses its power
+
+
+class ForgetfulDisk:
+    """What of `base` a crash leaves: the bytes of a file as they were when it was synced, the names in a folder as when that was."""
+
+    def __init__(self, base, monkeypatch):
+        self.base, self.bytes, self.names = base, {}, {base.stat().st_ino: {}}
+        fsync, opened, mkdir = os.fsync, os.open, os.mkdir
+
+        def sync(handle):
+            fsync(handle)
+            inode = os.fstat(handle).st_ino
+            if inode in self.names:
+                self.names[inode] = {item.name: item.inode() for item in os.scandir(f"/proc/self/fd/{handle}")}
+            else:
+                self.bytes[inode] = Path(f"/proc/self/fd/{handle}").read_bytes()
+
+        def create(path, flags, *mode, **options):
+            handle = opened(path, flags, *mode, **options)
+            if flags & os.O_CREAT:
+                self.bytes[os.fstat(handle).st_ino] = b""
+                self.names.pop(os.fstat(handle).st_ino, None)  # the number of a folder that is gone
+            return handle
+
+        def make(path, *mode, **options):
+            mkdir(path, *mode, **options)
+            self.names[os.stat(path).st_ino] = {}
+
+        self.mkdir = mkdir
+        monkeypatch.setattr(os, "fsync", sync)
+        monkeypatch.setattr(os, "open", create)
+        monkeypatch.setattr(os, "mkdir", make)
+
+    def after_a_crash(self, folder, of=None):
+        """Lay it out in `folder`."""
+        self.mkdir(folder)
+        for name, inode in self.names[of or self.base.stat().st_ino].items():
+            if inode in self.names:
+                self.after_a_crash(folder / name, inode)
+            else:
+                (folder / name).write_bytes(self.bytes[inode])
+        return folder
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="what is synced is read through /proc")
+def test_what_was_acknowledged_outlives_a_crash_that_forgets_what_was_not_synced(tmp_path, monkeypatch):
+    base = tmp_path / "disk"
+    base.mkdir()
+    disk, crashes = ForgetfulDisk(base, monkeypatch), iter(range(100))
+
+    def left(root):
+        store = FilesystemStore(disk.after_a_crash(tmp_path / f"crash{next(crashes)}") / root)
+        return store.get_many(store.list(""))
+
+    store = FilesystemStore(base / "no/such/folder")
+    acknowledged = {}
+    for key, value in (("a/b/k1", b"1"), ("a/b/k2", b"2"), ("a/b/k1", b"longer"), ("a/c", b"3"), ("top", b"4")):
+        assert store.put(key, value)
+        acknowledged[key] = value
+        assert left("no/such/folder") == acknowledged
+    for key in list(acknowledged):
+        store.delete(key)
+        del acknowledged[key]
+        assert left("no/such/folder") == acknowledged
+
+    # Another writer has made the folders and has not synced them yet.
+    (base / "other").mkdir()
+    store = FilesystemStore(base / "other")
+    os.makedirs(base / "other/x/y")
+    assert left("other") == {}
+    assert store.put("x/y/k", b"5")
+    assert left("other") == {"x/y/k": b"5"}
 
 
 # --- disks that say no
@@ -312,6 +389,66 @@ def test_where_files_cannot_be_locked_only_an_old_temporary_file_is_a_dead_write
     os.utime(old, (0, 0))
     FilesystemStore(tmp_path)
     assert temporaries(tmp_path) == [young]
+
+
+def attach_at_each_sync(monkeypatch, attach):
+    """`attach` is called whenever a value's file has been synced, before it has its name."""
+    fsync = os.fsync
+
+    def attach_first(handle):
+        fsync(handle)
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            attach()
+
+    monkeypatch.setattr(os, "fsync", attach_first)
+
+
+@pytest.mark.parametrize("host", ["another", "this"])
+def test_where_locks_are_each_hosts_own_no_other_host_removes_a_live_writers_file(host, tmp_path, monkeypatch):
+    """Each lock is granted, as it is to another host. This host's locks prove what they say: there, it takes the file for a dead one's."""
+    monkeypatch.setattr(fcntl, "flock", lambda handle, operation: None)
+    left = []
+
+    def attach():
+        with monkeypatch.context() as patch:
+            if host == "another":
+                patch.setattr(filesystem, "_boot_id", lambda: "another kernel's")
+            FilesystemStore(tmp_path)
+        left.append(len(temporaries(tmp_path)))
+
+    attach_at_each_sync(monkeypatch, attach)
+    store = FilesystemStore(tmp_path)
+    assert store.put("a/b", b"1") is (host == "another")
+    assert left == ([1] if host == "another" else [0, 0, 0])  # it is tried three times
+
+
+def test_through_two_mounts_with_locks_of_their_own_nobody_removes_a_live_writers_file(tmp_path, monkeypatch):
+    with two_mounts(tmp_path / "disk") as (one, two):
+        store, left = FilesystemStore(one), []
+
+        def attach():
+            FilesystemStore(two)
+            left.append(len(temporaries(two)))
+
+        attach_at_each_sync(monkeypatch, attach)
+        assert store.put("a/b", b"1")
+        assert left == [1]
+        assert store.degraded is None
+        assert FilesystemStore(two).get("a/b") == b"1"
+        assert temporaries(one) == []
+
+
+def test_a_strangers_temporary_file_goes_at_an_hour_by_the_file_systems_own_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 4e9)  # this host's clock is far ahead
+    FilesystemStore(tmp_path).put("a/b", b"1")
+    now_s = (tmp_path / f"a/b{SUFFIX}").stat().st_mtime
+    paths = {name: tmp_path / f"a/{TEMPORARY}{name}" for name in ("0123456789abcdef-old", "0123456789abcdef-young", "oldname", "youngname")}
+    for name, path in paths.items():
+        path.write_bytes(b"part")
+        age_s = 3700 if "old" in name else 3000  # ten minutes for this test
+        os.utime(path, (now_s - age_s, now_s - age_s))
+    FilesystemStore(tmp_path)
+    assert sorted(temporaries(tmp_path)) == sorted(path for name, path in paths.items() if "young" in name)
 
 
 # --- files that are not what they should be
