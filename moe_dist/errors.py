@@ -11,7 +11,7 @@ MoEDistError
     ├── TunerStateError    nested contexts, two on one group, a pass under capture
     └── GroupError         what one rank concludes about its group; carries `ranks`
         ├── SettingsDiffer     settings or environments differ between ranks
-        ├── RankLost           ranks made no progress for the deadline
+        ├── RankLost           ranks made no progress for the deadline, or a rank was started again alone
         ├── RankWithdrawn      a rank left its pass by an exception, or closed its tuner before it
         ├── CallsDiffer        ranks are in different calls at once: of a collective tactic, or of the tuner
         ├── PassAborted        the pass ended without a winner table (digests differ, a peer aborted)
@@ -94,7 +94,7 @@ class SettingsDiffer(GroupError):
 
 
 class RankLost(GroupError):
-    """Ranks made no progress for the deadline, or the pass outlasted its cap. The group is dead."""
+    """Ranks made no progress for the deadline, the pass outlasted its cap, or a rank was started again alone. The group is dead."""
 
 
 class RankWithdrawn(GroupError):

@@ -22,7 +22,7 @@ PACKAGES = {
 
 # Room -> rooms that it may import. A room is a module or a package with all below it; the longest name that fits a module
 # is its room, and a room may always import itself. Arrows point down: a room listed later may use earlier ones.
-LEAVES = ("moe_dist.errors", "moe_dist.config", "moe_dist.tuning.problem", "moe_dist.versions")
+LEAVES = ("moe_dist.errors", "moe_dist.config", "moe_dist.process", "moe_dist.tuning.problem", "moe_dist.versions")
 TUNER_PARTS = (
     "moe_dist.tuning.policy",
     "moe_dist.tuning.identity",
@@ -55,6 +55,7 @@ CORE = (
 )
 ARROWS: dict[str, tuple[str, ...]] = {
     "moe_dist.errors": (),
+    "moe_dist.process": (),
     "moe_dist.versions": (),
     "moe_dist.settings": ("moe_dist.errors",),
     "moe_dist.config": ("moe_dist.errors",),

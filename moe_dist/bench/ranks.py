@@ -99,10 +99,8 @@ class Ranks:
         for stale in [*folder.glob("outcome-*"), *folder.glob("mark-*")]:
             stale.unlink()
         self._server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._processes = [
-            _FORKS.Process(target=_main, args=(function, Rank(index, size, self._server.port, folder), args), daemon=True)
-            for index in range(size)
-        ]
+        self._starts = [(function, Rank(index, size, self._server.port, folder), args) for index in range(size)]
+        self._processes = [_FORKS.Process(target=_main, args=start, daemon=True) for start in self._starts]
 
     def __enter__(self) -> Ranks:
         for process in self._processes:
@@ -125,6 +123,12 @@ class Ranks:
 
     def kill(self, rank: int) -> None:
         self.signal(rank, signal.SIGKILL)
+
+    def start_again(self, rank: int) -> None:
+        """`rank` alone, once its process is dead, on the rendezvous that its peers wait at."""
+        self._processes[rank].join(60.0)
+        self._processes[rank] = _FORKS.Process(target=_main, args=self._starts[rank], daemon=True)
+        self._processes[rank].start()
 
     def join(self, deadline: float = 60.0) -> list[Outcome]:
         """Every rank's outcome. RankHangs: one is still there after `deadline` seconds."""

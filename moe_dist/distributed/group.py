@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
-import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 
@@ -20,6 +20,7 @@ import msgpack
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
+from moe_dist.distributed.claim import Claim
 from moe_dist.distributed.rendezvous import Rendezvous, store_of
 from moe_dist.distributed.words import (
     Verdict,
@@ -46,6 +47,7 @@ from moe_dist.errors import (
     TuningError,
     first_line,
 )
+from moe_dist.process import Process
 from moe_dist.tuning.problem import digest
 from moe_dist.versions import code_version
 
@@ -114,10 +116,7 @@ class RankGroup:
         if self._versions:
             self._rendezvous.set(self._versions[rank], version)
         self._scope = f"{scope}/{version}"
-        self._claim, self._holder = f"{self._scope}/claim/{rank}", uuid.uuid4().hex
-        if self._rendezvous.settle(self._claim, self._holder) != self._holder:
-            self._rendezvous.close()
-            raise TunerStateError(f"rank {rank} of group {scope!r} has an open tuner already; close that one first")
+        self._claim = Claim(self._rendezvous, f"{self._scope}/claim/{rank}", f"rank {rank} of group {scope!r}")
         self._attachment = 0  # taken with the first pass
         self._missed: Verdict | None = None
         self._pass = 0
@@ -131,6 +130,12 @@ class RankGroup:
         self._look_s = spread * max(_LOOK_AROUND_S, _LOOK_REQUESTS * size / (0.25 * _REQUESTS_PER_S))
         self._open = False
         self._closed = False
+        try:
+            if (former := self._claim.take()) is not None:
+                self._end_for(former)
+        except TuningError:
+            self._rendezvous.close()
+            raise
 
     @classmethod
     def alone(cls) -> RankGroup:
@@ -184,11 +189,14 @@ class RankGroup:
     # -- one pass ---------------------------------------------------------------------------------------------------
 
     def begin_pass(self, call: str = "a pass") -> None:
-        """Open the next pass. call: what it is for, equal on all ranks. TunerStateError: one is open, or the group is dead."""
+        """Open the next pass. call: what it is for, equal on all ranks. TunerStateError: one is open, or the group is dead.
+        RankLost: another process has become this rank."""
         if self.dead:
             raise TunerStateError(f"this group is dead ({self.dead}); start a new group or restart the process")
         if self._open:
             raise TunerStateError("a pass is already open on this group; two can't run at once")
+        if not self._attachment and (successor := self._claim.lost_to()) is not None:
+            self._die_of(self._started_again(self._claim.process, successor))
         self._count_pass()
         self._step, self._call = 0, call
         self._pass_start = time.monotonic()
@@ -354,8 +362,7 @@ class RankGroup:
         """Give up the claim, so that another may be made on these ranks; this one goes on under its own words. Idempotent."""
         if not self._closed:
             with contextlib.suppress(RendezvousLost):
-                if self._rendezvous.holds(self._claim) and self._rendezvous.get(self._claim).decode() == self._holder:
-                    self._rendezvous.delete(self._claim)
+                self._claim.release()
 
     def close(self) -> None:
         """Release the request thread and the claim on the ranks, and say so: who waits for this rank in a later pass raises
@@ -369,6 +376,28 @@ class RankGroup:
             self._rendezvous.close()
 
     # -- below: the rendezvous -------------------------------------------------------------------------------------------
+
+    def _end_for(self, former: Process) -> None:
+        """End what `former`, the process that was this rank before, had begun with its peers, or would begin next: who waits for it
+        learns at once that nobody comes, and so does `former` itself, should it run somewhere."""
+        said = self._started_again(former, self._claim.process)
+        attached = f"{self._scope}/attach/{self.rank}"
+        last = int(self._rendezvous.get(attached)) if self._rendezvous.holds(attached) else 0
+        for attachment in range(1, last + 1):
+            for number in itertools.count(1):
+                ended = Verdict.from_text(self._rendezvous.settle(f"{self._scope}/{attachment}/{number}/{_VERDICT}", said.to_text()))
+                if ended.ends_group:
+                    break
+            if ended == said:
+                self._missed = said  # if its peers don't come to the next attachment, either
+
+    def _started_again(self, former: Process, successor: Process) -> Verdict:
+        """What ends an attachment when `successor` has become this rank in the place of `former`."""
+        name = self.names[self.rank]
+        message = f"rank {name} was started again, as {successor} in place of {former}: make a new tuner on all ranks, or restart them all"
+        if former.runs() is not False:
+            message += "; if both processes run, end the one that was not meant to be this rank"
+        return Verdict(error=RankLost.__name__, message=message, ranks=(name,))
 
     @property
     def _base(self) -> str:
@@ -490,7 +519,8 @@ class RankGroup:
         self._open = False
         if verdict.committed:
             return  # the leader committed in the same moment: adopt it
-        self._die_of(self._missed if self._missed is not None and self._pass == 1 else verdict)
+        nobody_came = self._pass == 1 and len(ranks) == self.size - 1
+        self._die_of(self._missed if self._missed is not None and nobody_came else verdict)
 
     def _decide(self, wanted: Verdict) -> Verdict:
         """Compare-and-set the pass's one key from nothing to `wanted`; what it then says is the verdict for everyone."""
@@ -500,7 +530,7 @@ class RankGroup:
         return Verdict.from_text(self._rendezvous.get(self._key(_VERDICT)).decode())
 
     def _die_of(self, verdict: Verdict) -> None:
-        if verdict.error in ("RankLost", "RankWithdrawn"):
+        if verdict.ends_group:
             self.dead = verdict.message
         if (error := verdict.exception) is not None:
             raise error

@@ -41,6 +41,11 @@ class Verdict:
         return cls(committed, error, message, tuple(ranks))
 
     @property
+    def ends_group(self) -> bool:
+        """No further pass begins on a group after it."""
+        return self.error in ("RankLost", "RankWithdrawn")
+
+    @property
     def exception(self) -> TuningError | None:
         """What every rank of an aborted pass raises."""
         if not self.error:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from moe_dist.errors import DeviceLost
+from moe_dist.process import boot_id, started_s
 
 log = logging.getLogger("moe_dist.tuning")
 
@@ -144,7 +145,7 @@ class _Mark:
     @classmethod
     def now(cls, tactic_key: str) -> _Mark:
         pid = os.getpid()
-        return cls(tactic_key, _boot(), pid, _started_s(pid) or 0.0, time.clock_gettime(time.CLOCK_BOOTTIME), time.time())
+        return cls(tactic_key, boot_id(), pid, started_s(pid) or 0.0, time.clock_gettime(time.CLOCK_BOOTTIME), time.time())
 
     def again(self, tactic_key: str) -> _Mark:
         """What the same process writes now."""
@@ -152,7 +153,7 @@ class _Mark:
 
     def alive(self) -> bool:
         """The very process that wrote this still runs: not a later one of the same id, nor a zombie."""
-        return self.boot == _boot() and _started_s(self.pid) == self.started_s
+        return self.boot == boot_id() and started_s(self.pid) == self.started_s
 
 
 def _separate(marks: Iterable[_Mark]) -> list[_Mark]:
@@ -167,19 +168,3 @@ def _separate(marks: Iterable[_Mark]) -> list[_Mark]:
 
 def _name(tactic_key: str) -> str:
     return hashlib.sha256(tactic_key.encode()).hexdigest()[:32]
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _started_s(pid: int) -> float | None:
-    """When the process was started, in seconds since boot; None: there is none (or it is a zombie)."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if state in "ZX" else int(fields[18]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return None
