@@ -21,17 +21,17 @@ BINARY = find_binary()
 class TlsEnd:
     """Ends TLS in front of a server, with a certificate of its own making; a context manager. ca: the file to trust.
 
-    mutual: clients must show the same certificate, whose key is `key`.
+    name: what the certificate is of. mutual: clients must show the same certificate, whose key is `key`.
     """
 
-    def __init__(self, server: RedisServer, *, mutual: bool = False) -> None:
+    def __init__(self, server: RedisServer, *, name: str = "DNS:localhost", mutual: bool = False) -> None:
         self.server = server
         self.ca = server.folder / "cert.pem"
         self.key = key = server.folder / "key.pem"
         if shutil.which("openssl") is None:
             pytest.skip("no openssl command to make a certificate with")
         make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-        make += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(self.ca)]
+        make += ["-addext", f"subjectAltName={name}", "-keyout", str(key), "-out", str(self.ca)]
         subprocess.run(make, check=True, capture_output=True)
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.load_cert_chain(self.ca, key)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -36,6 +37,12 @@ class Unavailable(Exception):
 
 
 _T = TypeVar("_T")
+_CHANCE = random.SystemRandom()  # no seed that ranks share, and none that a user's draws depend on
+
+
+def spread(seconds: float) -> float:
+    """About `seconds`, so that ranks which lost a server in one moment do not come back in one."""
+    return seconds * _CHANCE.uniform(0.75, 1.25)
 
 
 class Kept:
@@ -60,7 +67,7 @@ class Kept:
 
 
 class DegradingStore(abc.ABC):
-    """Implements the contract over a medium. retry_after: how long a medium that can't be reached is left alone, and how long one
+    """Implements the contract over a medium. retry_after: about how long a medium that can't be reached is left alone, and how long one
     that refuses writes is not asked to take what was kept."""
 
     def __init__(self, url: str, *, retry_after: timedelta) -> None:
@@ -146,7 +153,7 @@ class DegradingStore(abc.ABC):
         if key not in self._seen and not self._resting():  # it may be read: what it holds now is older than `value`
             self._quietly(lambda: self._saw(self._read([key])))
         self._kept.values[key] = value
-        self._refuses_until_s = time.monotonic() + self._retry_after_s
+        self._refuses_until_s = time.monotonic() + spread(self._retry_after_s)
 
     def _took(self, key: str, value: bytes | None) -> None:
         self._kept.values.pop(key, None)
@@ -181,7 +188,7 @@ class DegradingStore(abc.ABC):
                 else:
                     self._write(key, value)
             except Unavailable:
-                self._refuses_until_s = time.monotonic() + self._retry_after_s
+                self._refuses_until_s = time.monotonic() + spread(self._retry_after_s)
                 raise
             self._took(key, value)
 
@@ -198,7 +205,7 @@ class DegradingStore(abc.ABC):
 
     def _failed(self, error: Unavailable) -> None:
         if error.rest:
-            self._down_until_s = time.monotonic() + self._retry_after_s
+            self._down_until_s = time.monotonic() + spread(self._retry_after_s)
         self._note(str(error))
 
     def _resting(self) -> bool:

@@ -11,13 +11,15 @@ write (2), `db`, `ca` (a file of certificates to trust), `cert` and `key` (files
 
 Key a/b/c is the string PREFIX:{a/b}/c. The braces are a hash tag: on a cluster the keys of one folder lie in one slot, so an
 environment's entries are read in bulk from one node. A value is one SET, an epoch with its entries included, so a reader sees
-all of it or none. No call waits longer than three timeouts, or one for each
-host that the URL names, before the server is left alone for a while; a listing of a large
-database may take `_SCAN_LIMIT_S`, and says at each of its trips that it goes on. Nothing that this module says contains a password.
+all of it or none. No trip to the server waits longer than three timeouts in all, whatever it waits for: attempts, host names, seeds and
+sentinels (asked side by side), an answer that comes by drops. Then the server is left alone for a while. A listing of a large database
+may take `_SCAN_LIMIT_S`, and says at each of its trips that it goes on. Pauses differ from process to process, so that a thousand ranks
+which lost a server together do not come back together. Nothing that this module says contains a password.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -29,7 +31,7 @@ from typing import Any, TypeVar
 
 from moe_dist.errors import StoreError
 from moe_dist.stores.base import KEY
-from moe_dist.stores.degrade import DegradingStore, Unavailable
+from moe_dist.stores.degrade import DegradingStore, Unavailable, spread
 
 SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 PARAMETERS = ("prefix", "ttl", "timeout", "db", "ca", "cert", "key", "verify", "sentinel_user", "sentinel_password")
@@ -139,9 +141,9 @@ class RedisAddress:
         """A redis-py client that retries nothing by itself (the store does). ImportError: redis-py is missing."""
         import redis
         import redis.backoff
-        import redis.cluster
         import redis.retry
-        import redis.sentinel
+
+        from moe_dist.stores.seeds import Sentinels, connect_cluster
 
         seconds = self.timeout.total_seconds()
         # Said, since releases of redis-py before 6 take any trusted certificate, whatever host it is of.
@@ -159,11 +161,10 @@ class RedisAddress:
             return redis.Redis(unix_socket_path=self.path, db=self.db, **login, **common)
         if self.kind == "sentinel":
             sentinel_login = {"username": self.sentinel_user, "password": self.sentinel_password}
-            watchers = redis.sentinel.Sentinel(self.hosts, sentinel_kwargs={**sentinel_login, **common})
+            watchers = Sentinels(self.hosts, sentinel_kwargs={**sentinel_login, **common})
             return watchers.master_for(self.service, db=self.db, **login, **common)
         if self.kind == "cluster":
-            seeds = [redis.cluster.ClusterNode(host, port) for host, port in self.hosts]
-            return redis.cluster.RedisCluster(startup_nodes=seeds, **login, **common)
+            return connect_cluster(self.hosts, {**login, **common})
         ((host, port),) = self.hosts
         return redis.Redis(host=host, port=port, db=self.db, **login, **common)
 
@@ -192,7 +193,7 @@ class RedisStore(DegradingStore):
         self._client: Any = None
         self._prefix = prefix
         self._ttl_ms = None if ttl is None else round(ttl.total_seconds() * 1000)
-        self._limit_s = _ATTEMPTS * timeout.total_seconds()
+        self._limit_s = 3 * timeout.total_seconds()
         self._cluster = cluster
         self._secrets = secrets
 
@@ -270,29 +271,38 @@ class RedisStore(DegradingStore):
         """Unavailable: the server can't be reached within the limit (it then rests), or refuses."""
         import redis
 
-        deadline_s = time.monotonic() + self._limit_s
+        from moe_dist.stores.seeds import GivenUp, within
+
+        until_s = time.monotonic() + self._limit_s
+        last: Exception | None = None
         for attempt in range(_ATTEMPTS):
+            if last is not None:
+                time.sleep(min(spread(0.05 * 2 ** (attempt - 1)), max(until_s - time.monotonic(), 0.0)))
             try:
                 if self._client is None:
-                    self._client = self._connect()
-                answer = command(self._client)
+                    self._client = within(until_s - time.monotonic(), self._connect)
+                answer = within(until_s - time.monotonic(), functools.partial(command, self._client))
                 self._report()
                 return answer
             except redis.ConnectionError as error:  # refused, reset, closed, loading, a wrong password
-                last: Exception = error
+                last = error
             except (redis.TimeoutError, redis.exceptions.RedisClusterException, OSError) as error:
                 last = error
+            except GivenUp:
+                last = last or TimeoutError(f"no answer within {self._limit_s:g} s")
+                if self._client is not None:
+                    with contextlib.suppress(Exception):  # it ends what still waits; the client connects again when it is next used
+                        self._client.close()
             except redis.RedisError as error:  # the server answers, and says no: read-only, out of memory, no permission
                 raise Unavailable(self._words(error)) from None
             self._report()
-            if isinstance(last, redis.AuthenticationError) or time.monotonic() > deadline_s:
+            if isinstance(last, redis.AuthenticationError) or time.monotonic() >= until_s:
                 break
-            time.sleep(0.05 * 2**attempt)
+        assert last is not None
         raise Unavailable(self._words(last), rest=True) from None
 
     def _words(self, error: Exception) -> str:
-        # A sentinel that does not answer is told by all that its client was made of.
-        words = re.sub(r"<redis\..*>", "...", f"{type(error).__name__}: {error}", flags=re.DOTALL)
+        words = f"{type(error).__name__}: {error}"
         for secret in self._secrets:
             for form in (secret, urllib.parse.quote(secret, safe="")):
                 words = words.replace(form, "***")

@@ -1,0 +1,106 @@
+"""Servers of which one is enough, asked side by side, and calls that end by a deadline, whatever they wait for.
+
+Owns the threads for both, and the clients of a cluster and of what sentinels watch. redis-py tries the hosts that it is given in turn, a
+timeout each, and waits for a host's name as long as the system does. Imported by `redis.py` alone, when it connects: it loads redis-py.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import redis
+import redis.cluster
+import redis.sentinel
+
+_T = TypeVar("_T")
+_TOLD = 3  # servers whose reasons a message has room for
+
+
+class GivenUp(Exception):
+    """The time is over; what was called may go on, and nobody hears of it."""
+
+
+def within(limit_s: float, action: Callable[[], _T]) -> _T:
+    """What `action` returns or raises, called by a thread of its own. GivenUp: it has done neither after `limit_s`."""
+    done: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
+    threading.Thread(target=_answer, args=(action, done.put), name="moe_dist-store", daemon=True).start()
+    try:
+        value, error = done.get(timeout=max(limit_s, 0.0))
+    except queue.Empty:
+        raise GivenUp from None
+    try:
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+    finally:
+        del error  # whose traceback holds this frame
+
+
+def first_of(asked: Mapping[str, Callable[[], _T]], nobody: str) -> _T:
+    """What the first of these calls that succeeds returns. redis.ConnectionError: none does; it says `nobody` and why, by their names.
+    redis.AuthenticationError: one of them was refused, and none succeeds."""
+    done: queue.SimpleQueue[tuple[str, _T | None, BaseException | None]] = queue.SimpleQueue()
+    for name, action in asked.items():
+        put = functools.partial(_put_named, done, name)
+        threading.Thread(target=_answer, args=(action, put), name="moe_dist-store", daemon=True).start()
+    errors: dict[str, BaseException] = {}
+    try:
+        for _ in asked:
+            name, value, error = done.get()
+            if error is None:
+                return value  # type: ignore[return-value]
+            if not isinstance(error, (redis.RedisError, redis.exceptions.RedisClusterException, OSError)):
+                raise error
+            errors[name] = error
+        for error in errors.values():
+            if isinstance(error, redis.AuthenticationError):
+                raise error
+        told = [said if name in (said := str(errors[name])) else f"{name}: {said}" for name in list(asked)[:_TOLD]]
+        more = f"; and {len(asked) - _TOLD} more" if len(asked) > _TOLD else ""
+        raise redis.ConnectionError(f"{nobody}: {'; '.join(told)}{more}")
+    finally:
+        errors.clear()
+        error = None
+
+
+def _answer(action: Callable[[], Any], put: Callable[[tuple[Any, BaseException | None]], None]) -> None:
+    try:
+        put((action(), None))
+    except BaseException as error:
+        put((None, error))
+
+
+def _put_named(done: queue.SimpleQueue[Any], name: str, answer: tuple[Any, BaseException | None]) -> None:
+    done.put((name, *answer))
+
+
+class Sentinels(redis.sentinel.Sentinel):  # type: ignore[misc]
+    """Each is asked at once who is master, whenever somebody connects to it."""
+
+    def discover_master(self, service_name: str) -> tuple[str, int]:
+        def ask(sentinel: Any) -> tuple[str, int]:
+            state = sentinel.sentinel_masters().get(service_name)
+            if not state:
+                raise redis.ConnectionError("it does not watch that service")
+            if not self.check_master_state(state, service_name):
+                raise redis.ConnectionError("it takes the master for lost")
+            return state["ip"], state["port"]
+
+        asked = {}
+        for sentinel in self.sentinels:
+            where = sentinel.connection_pool.connection_kwargs
+            asked[f"{where['host']}:{where['port']}"] = functools.partial(ask, sentinel)
+        return first_of(asked, f"no sentinel names a master for {service_name!r}")
+
+
+def connect_cluster(seeds: Sequence[tuple[str, int]], options: dict[str, Any]) -> Any:
+    """A client of the cluster that the first of `seeds` to answer belongs to."""
+
+    def ask(host: str, port: int) -> Any:
+        return redis.cluster.RedisCluster(startup_nodes=[redis.cluster.ClusterNode(host, port)], **options)
+
+    return first_of({f"{host}:{port}": functools.partial(ask, host, port) for host, port in seeds}, "no seed of the cluster answers")
