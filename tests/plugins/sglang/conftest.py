@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sglang_models as models
-from sglang_engines import PROMPTS
+from sglang_engines import PROMPTS, Engines
 from sglang_stand_ins import settings_of
 
 
@@ -21,6 +22,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def truth(model: Path) -> list[dict[str, Any]]:
     return models.truth(model, PROMPTS)
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    with Engines(tmp_path_factory.mktemp("engines")) as engines:
+        yield engines
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-START_S = 420  # a start takes 20 to 40 s of one core, and shares it
+START_S = 420  # a start takes 10 to 40 s of one core, and shares it
 ENGINE = {
     "device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none",
     "skip_tokenizer_init": True, "disable_cuda_graph": True, "disable_radix_cache": True, "disable_overlap_schedule": True,
@@ -52,23 +53,78 @@ def environment(folder: Path, store: str = "memory:", **changes: str) -> dict[st
     }  # fmt: skip
 
 
-def run_engine(folder: Path, model: Path, environ: Mapping[str, str], prompts: Sequence[Sequence[int]] = PROMPTS, **engine: Any) -> Ended:
-    """Start, answer `prompts`, end. Keyword arguments go to SGLang's Engine, over `ENGINE`."""
-    asked = {"engine": {"model_path": str(model), **ENGINE, **engine}, "prompts": prompts, "new_tokens": NEW_TOKENS}
-    ranks = asked["engine"].get("tp_size", 1)
-    if ranks > 1:
-        environ = {**environ, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks))}
-    log = folder / "log"
+class Engines:
+    """Runs engines, one at a time, as forks of one process that has imported SGLang. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log = folder / "template.log"
+        self._environ = environment(folder)
+
+    def __enter__(self) -> Engines:
+        with self._log.open("w") as output:
+            self._template = subprocess.Popen(
+                [sys.executable, str(HERE / "serve_once.py"), "template"],
+                env=self._environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True, bufsize=1,
+            )  # fmt: skip
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._template.kill()
+        self._template.communicate()
+
+    def run(
+        self, folder: Path, model: Path, environ: Mapping[str, str], prompts: Sequence[Sequence[int]] = PROMPTS,
+        new_tokens: int = NEW_TOKENS, **engine: Any,
+    ) -> Ended:  # fmt: skip
+        """Start, answer `prompts`, end. Keyword arguments go to SGLang's Engine, over `ENGINE`."""
+        asked, environ = _asked(model, environ, prompts, new_tokens, engine)
+        assert self._template.stdin is not None
+        self._template.stdin.write(json.dumps({"asked": asked, "environ": environ, "log": str(folder / "log")}) + "\n")
+        pid, returncode = int(self._said()), None
+        hung = threading.Timer(START_S, os.killpg, (pid, signal.SIGKILL))
+        hung.start()
+        try:
+            returncode = int(self._said())
+        finally:
+            hung.cancel()
+            if returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+        return _ended(folder, returncode)
+
+    def _said(self) -> str:
+        assert self._template.stdout is not None
+        line: str = self._template.stdout.readline()
+        assert line, f"the template ended: {self._log.read_text()[-3000:]}"
+        return line
+
+
+def run_spawned_engine(folder: Path, model: Path, environ: Mapping[str, str], **engine: Any) -> Ended:
+    """The same as SGLang itself starts it: in a new process, which spawns others."""
+    asked, environ = _asked(model, environ, PROMPTS, NEW_TOKENS, engine)
     command = [sys.executable, str(HERE / "serve_once.py"), json.dumps(asked)]
     with (
-        log.open("w") as output,
+        (folder / "log").open("w") as output,
         _own_session(command, environ, output) as process,
         contextlib.suppress(subprocess.TimeoutExpired),
     ):
         process.wait(START_S)
-    said = log.read_text()
+    return _ended(folder, process.returncode)
+
+
+def _asked(
+    model: Path, environ: Mapping[str, str], prompts: Sequence[Sequence[int]], new_tokens: int, engine: Mapping[str, Any]
+) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """(what `serve_once.py` is asked, its environment: a core for each rank)."""
+    if (ranks := engine.get("tp_size", 1)) > 1:
+        environ = {**environ, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks))}
+    return {"engine": {"model_path": str(model), **ENGINE, **engine}, "prompts": prompts, "new_tokens": new_tokens}, environ
+
+
+def _ended(folder: Path, returncode: int) -> Ended:
+    said = (folder / "log").read_text()
     answer = re.search(r"^RESULT (.*)$", said, re.MULTILINE)
-    return Ended(tuple(json.loads(answer.group(1))) if answer else (), said, _counts(folder), process.returncode)
+    return Ended(tuple(json.loads(answer.group(1))) if answer else (), said, _counts(folder), returncode)
 
 
 @contextlib.contextmanager

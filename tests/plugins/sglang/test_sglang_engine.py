@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import sglang_models as models
-from sglang_engines import PROMPTS, START_S, Ended, environment, post, run_engine, run_server
+from sglang_engines import PROMPTS, START_S, Ended, Engines, environment, post, run_server, run_spawned_engine
+
+from moe_dist.serving import stored_epochs
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(2 * START_S + 60)]
 
@@ -48,24 +50,29 @@ def epochs(ended: Ended, store: str) -> list[tuple[str, str]]:
     return ended.found(rf"{LAYERS} layers serve epoch (\d+ \(\w+\)) of {store}; (\d+) candidates timed")
 
 
-def test_tensor_parallel_ranks_tune_together_and_answer_as_the_model(tmp_path: Path, model: Path, truth: list[dict[str, Any]]) -> None:
-    ended = run_engine(tmp_path, model, environment(tmp_path), tp_size=2)
+def test_tensor_parallel_ranks_tune_together_and_answer_as_the_model(
+    engines: Engines, tmp_path: Path, model: Path, truth: list[dict[str, Any]]
+) -> None:
+    """Its second layer asks for a weighted row a slot (`no_combine`), which the model sums."""
+    ended = engines.run(tmp_path, model, environment(tmp_path, MOE_DIST_TEST_ROWS="1"), tp_size=2)
     assert ended.results, ended.log[-3000:]
     require_equal(ended.results, truth, 1e-4)
-    assert [counts["core"] for counts in ended.counts] == [LAYERS * STEPS] * 2
+    assert [(counts["core"], counts["rows"]) for counts in ended.counts] == [(LAYERS * STEPS, STEPS)] * 2
     (epoch, measured), other = epochs(ended, "memory:")
     assert (epoch, measured) == other
     assert epoch.startswith("1 ")
     assert int(measured) > 0
 
 
-def test_expert_parallel_ranks_measure_nothing_at_their_second_start(tmp_path: Path, model: Path, truth: list[dict[str, Any]]) -> None:
+def test_expert_parallel_ranks_measure_nothing_at_their_second_start(
+    engines: Engines, tmp_path: Path, model: Path, truth: list[dict[str, Any]]
+) -> None:
     store = str(tmp_path / "store")
     starts = []
-    for start in ("cold", "warm"):
+    for start, run in (("cold", run_spawned_engine), ("warm", engines.run)):
         folder = tmp_path / start
         folder.mkdir()
-        ended = run_engine(folder, model, environment(folder, store), tp_size=2, ep_size=2)
+        ended = run(folder, model, environment(folder, store), tp_size=2, ep_size=2)
         assert ended.results, ended.log[-3000:]
         require_equal(ended.results, truth, 1e-4)
         assert [counts["core"] for counts in ended.counts] == [LAYERS * STEPS] * 2
@@ -78,9 +85,11 @@ def test_expert_parallel_ranks_measure_nothing_at_their_second_start(tmp_path: P
 
 
 @pytest.mark.parametrize("granularity", ["block", "tensor"])
-def test_fp8_experts_answer_as_their_dequantised_copy(tmp_path: Path, model: Path, truth: list[dict[str, Any]], granularity: str) -> None:
+def test_fp8_experts_answer_as_their_dequantised_copy(
+    engines: Engines, tmp_path: Path, model: Path, truth: list[dict[str, Any]], granularity: str
+) -> None:
     quantised, plain = models.make_fp8_copy(model, tmp_path / "copies", granularity)
-    ended = run_engine(tmp_path, quantised, environment(tmp_path), dtype="float16")  # SGLang takes fp8 with 16-bit activations only
+    ended = engines.run(tmp_path, quantised, environment(tmp_path), dtype="float16")  # SGLang takes fp8 with 16-bit activations only
     assert ended.results, ended.log[-3000:]
     dequantised = models.truth(plain, PROMPTS)
     require_equal(ended.results, dequantised, 0.02)
@@ -90,63 +99,90 @@ def test_fp8_experts_answer_as_their_dequantised_copy(tmp_path: Path, model: Pat
     assert int(epochs(ended, "memory:")[0][1]) > 0
 
 
-def test_attention_data_parallel_ranks_tune_together(tmp_path: Path, model: Path) -> None:
+def test_attention_data_parallel_ranks_tune_together(engines: Engines, tmp_path: Path, model: Path) -> None:
     """One group of attention data parallelism and expert parallelism, whose layers see the rows of both ranks.
 
     Nothing is asked: to gather rows SGLang launches Triton, which no CPU runs. Its start, warm-up included, is the real one.
     """
-    ended = run_engine(tmp_path, model, environment(tmp_path), (), tp_size=2, dp_size=2, ep_size=2, enable_dp_attention=True)
+    ended = engines.run(tmp_path, model, environment(tmp_path), (), tp_size=2, dp_size=2, ep_size=2, enable_dp_attention=True)
     first, second = epochs(ended, "memory:")
     assert first == second
     assert int(first[1]) > 0
     assert ended.returncode == 0, ended.log[-3000:]
 
 
-def test_scaled_grouped_routing_beside_a_shared_expert(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fused", [False, True])  # the shared expert: a module of the model's, or a slot of each token more
+def test_scaled_grouped_routing_with_a_shared_expert(engines: Engines, tmp_path: Path, fused: bool) -> None:
     glm = models.make_glm(tmp_path / "model")
-    ended = run_engine(tmp_path, glm, environment(tmp_path))
+    ended = engines.run(tmp_path, glm, environment(tmp_path, **({"MOE_DIST_TEST_FUSE": "1"} if fused else {})))
     assert ended.results, ended.log[-3000:]
     require_equal(ended.results, models.truth(glm, PROMPTS), 1e-4)
-    assert [counts["core"] for counts in ended.counts] == [STEPS]  # one of its two layers is dense
+    (counts,) = ended.counts
+    assert (counts["core"], counts.get("shared", 0)) == (STEPS, fused * STEPS)  # one of its two layers is dense
 
 
-def test_without_the_plugin_the_choice_is_refused(tmp_path: Path, model: Path) -> None:
-    ended = run_engine(tmp_path, model, environment(tmp_path, SGLANG_PLUGINS="moe_dist_cpu"))
+def test_a_draft_model_tunes_apart_from_its_target_on_both_ranks(
+    engines: Engines, tmp_path: Path, model: Path, truth: list[dict[str, Any]]
+) -> None:
+    """Its one MoE layer is of the target's shape. One token is asked: the draft too runs the prompt for it, and SGLang decodes by Triton."""
+    store = str(tmp_path / "store")
+    ended = engines.run(
+        tmp_path, model, environment(tmp_path, store), new_tokens=1, tp_size=2, speculative_algorithm="NEXTN",
+        speculative_draft_model_path=str(model), speculative_num_steps=1, speculative_eagle_topk=1, speculative_num_draft_tokens=2,
+    )  # fmt: skip
+    assert ended.results, ended.log[-3000:]
+    asked = [len(prompt) for prompt in PROMPTS]
+    require_equal(
+        ended.results,
+        [{"tokens": true["tokens"][:1], "logprobs": true["logprobs"][:length]} for true, length in zip(truth, asked, strict=True)],
+        1e-4,
+    )
+    assert [counts["core"] for counts in ended.counts] == [LAYERS + 1] * 2
+    for layers, measured in ((LAYERS, r"[1-9]\d*"), (1, "0")):  # what the target timed serves the draft, whose keys are the same
+        served = ended.found(rf" {layers} layers serve epoch (\d+ \(\w+\)) of {store}; {measured} candidates timed")
+        assert len(served) == 2, ended.log[-3000:]
+        assert len(set(served)) == 1
+    target = f"sglang:{model}:tp2-ep1-dp1-pp1:stage0"
+    assert sorted(epoch.deployment for epoch in stored_epochs(store)) == [target, f"{target}:draft0"]
+
+
+def test_without_the_plugin_the_choice_is_refused(engines: Engines, tmp_path: Path, model: Path) -> None:
+    ended = engines.run(tmp_path, model, environment(tmp_path, SGLANG_PLUGINS="moe_dist_cpu"))
     assert not ended.results
     assert ended.returncode != 0
     assert "MoE runner backend 'moe_dist' is neither built in nor registered" in ended.log
 
 
-def test_without_the_choice_the_plugin_changes_nothing(tmp_path: Path, model: Path, truth: list[dict[str, Any]]) -> None:
-    ended = run_engine(tmp_path, model, environment(tmp_path), moe_runner_backend="auto")
+def test_without_the_choice_the_plugin_changes_nothing(engines: Engines, tmp_path: Path, model: Path, truth: list[dict[str, Any]]) -> None:
+    ended = engines.run(tmp_path, model, environment(tmp_path), moe_runner_backend="auto")
     assert ended.results, ended.log[-3000:]
     require_equal(ended.results, truth, 1e-4)
     assert ended.counts == ({"core": 0, "native": LAYERS * STEPS},)
 
 
-def test_a_plugin_that_fails_at_import_is_no_choice(tmp_path: Path, model: Path) -> None:
+def test_a_plugin_that_fails_at_import_is_no_choice(engines: Engines, tmp_path: Path, model: Path) -> None:
     broken = tmp_path / "broken" / "moe_dist_sglang"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('libnothing.so.1: cannot open shared object file')\n")
     environ = environment(tmp_path)
-    ended = run_engine(tmp_path, model, environ | {"PYTHONPATH": f"{broken.parent}:{environ['PYTHONPATH']}"})
+    ended = engines.run(tmp_path, model, environ | {"PYTHONPATH": f"{broken.parent}:{environ['PYTHONPATH']}"})
     assert not ended.results
     assert ended.returncode != 0
     assert "Failed to load plugin moe_dist" in ended.log
     assert "MoE runner backend 'moe_dist' is neither built in nor registered" in ended.log
 
 
-def test_a_layer_with_another_runner_ends_start_up(tmp_path: Path, model: Path) -> None:
+def test_a_layer_with_another_runner_ends_start_up(engines: Engines, tmp_path: Path, model: Path) -> None:
     """Some other plugin, or a release of SGLang that goes another way, gives layer 1 Triton after all."""
-    ended = run_engine(tmp_path, model, environment(tmp_path, MOE_DIST_TEST_STEAL="1"))
+    ended = engines.run(tmp_path, model, environment(tmp_path, MOE_DIST_TEST_STEAL="1"))
     assert not ended.results
     assert ended.returncode != 0
     assert "model.layers.1.mlp.experts: SGLang gave it the runner" in ended.log
     assert ended.counts == ()
 
 
-def test_an_option_that_is_not_served_ends_start_up_with_its_reason(tmp_path: Path, model: Path) -> None:
-    ended = run_engine(tmp_path, model, environment(tmp_path), enable_torch_compile=True)
+def test_an_option_that_is_not_served_ends_start_up_with_its_reason(engines: Engines, tmp_path: Path, model: Path) -> None:
+    ended = engines.run(tmp_path, model, environment(tmp_path), enable_torch_compile=True)
     assert not ended.results
     assert ended.returncode != 0
     assert (
