@@ -17,8 +17,7 @@ TUNE_ARGS ?= --model olmoe-1b-7b --ep 2 --dtype bf16 --policy eager --buckets 1:
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-# Tests of a served engine run in environments of their own. A target named here runs at the end of `make test`.
-ENGINE_TESTS := test-sglang test-vllm
+ENGINES := .venv-sglang/.ready .venv-vllm/.ready
 
 .PHONY: help tune test test-fast test-random test-sglang test-vllm test-vllm-tree check format clean
 
@@ -35,7 +34,11 @@ help:
 tune: $(VENV)/.core
 	$(BIN)/torchrun --standalone --nproc-per-node $(TUNE_RANKS) -m moe_dist.tune $(TUNE_ARGS)
 
-test: test-fast $(ENGINE_TESTS)
+# Tests of a served engine run in environments of their own, which are installed while the other tests run: pip waits for the network, they
+# compute. pip says nothing unless it fails, and a failure of either ends `make test` with an error, once both are through.
+test:
+	$(MAKE) -j 3 test-fast $(ENGINES)
+	$(MAKE) -j 1 test-sglang test-vllm
 
 test-fast: check
 	$(BIN)/python -m pytest -n auto -q -m 'not gpu and not engine'
@@ -49,7 +52,7 @@ test-sglang: .venv-sglang/.ready
 	.venv-sglang/bin/python -m pytest -n 2 --dist worksteal -q -m engine tests/plugins/sglang
 
 test-vllm: .venv-vllm/.ready
-	.venv-vllm/bin/python -m pytest -q -m engine tests/plugins/vllm
+	.venv-vllm/bin/python -m pytest -n 2 --dist loadfile -q -m engine tests/plugins/vllm
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -82,7 +85,7 @@ $(VENV)/.test: $(VENV)/.core
 VLLM_TREE ?= 0.33.0
 test-vllm-tree: .venv-vllm/.ready
 	.venv-vllm/bin/python tests/plugins/vllm/make_env.py .venv-vllm --tree $(VLLM_TREE)
-	PYTHONPATH=$(CURDIR)/.venv-vllm/tree VLLM_TARGET_DEVICE=cpu .venv-vllm/bin/python -m pytest -q -m engine tests/plugins/vllm
+	PYTHONPATH=$(CURDIR)/.venv-vllm/tree VLLM_TARGET_DEVICE=cpu .venv-vllm/bin/python -m pytest -n 2 --dist loadfile -q -m engine tests/plugins/vllm
 
 .venv-vllm/.ready: tests/plugins/vllm/make_env.py pyproject.toml constraints.txt
 	$(PYTHON) tests/plugins/vllm/make_env.py .venv-vllm

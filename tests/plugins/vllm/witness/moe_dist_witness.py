@@ -1,15 +1,19 @@
 """A second vLLM plugin, for tests alone: it counts what our experts execute in every process, and can make a rank fail while it tunes.
 
 With this folder on PYTHONPATH vLLM finds it by its entry point, in workers too. WITNESS_DIR: each process appends the token
-count of every call to a file named by its pid. WITNESS_FAULT: "RANK:exit" or "RANK:raise", what becomes of that rank in its first round.
+count of every call to a file named by its pid. WITNESS_FAULT: "RANK:exit" or "RANK:raise", what becomes of that rank in its first round,
+which it says with the time.
 WITNESS_GATHER: vLLM's communicator for CPUs gets the two collectives that it lacks, of parts of unlike sizes, which data parallelism needs.
 WITNESS_STAGES: later stages of a pipeline get the buffers that vLLM makes in a profile run, which it leaves out for eager engines on a CPU.
-WITNESS_REFUSE: our experts say of every layer that they don't serve it. WITNESS_EPLB: vLLM thinks that a CPU can move experts between ranks, which it refuses by itself. WITNESS_NATIVE: vLLM's own experts for every layer are then `PlainExperts`, since those that it has for a CPU lay weights out anew.
+While they are set, for engines that share a process with others: WITNESS_REFUSE: our experts say of every layer that they don't serve it.
+WITNESS_EPLB: vLLM thinks that a CPU can move experts between ranks, which it refuses by itself. WITNESS_NATIVE: vLLM's own experts for every
+layer are then `PlainExperts`, since those that it has for a CPU lay weights out anew.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +40,9 @@ def register() -> None:
         _after("vllm.distributed.device_communicators.cpu_communicator", _give_uneven_collectives)
     if os.environ.get("WITNESS_STAGES"):
         _after("vllm.v1.worker.gpu_model_runner", _make_stage_buffers)
-    if os.environ.get("WITNESS_REFUSE"):
-        _after(
-            "moe_dist_vllm.experts", lambda module: setattr(module, "why_not", lambda *layer: "does not serve this layer, says the test")
-        )
-    if os.environ.get("WITNESS_EPLB"):
-        _after("vllm.config.parallel", _allow_eplb)
-    if os.environ.get("WITNESS_NATIVE"):
-
-        def plain(native: Any) -> None:
-            native.sharing = lambda *args: [_plain_experts()]
-
-        _after("moe_dist_vllm.native", plain)
+    _after("moe_dist_vllm.experts", _refuse_layers)
+    _after("vllm.config.parallel", _allow_eplb)
+    _after("moe_dist_vllm.native", _give_plain_experts)
     if fault := os.environ.get("WITNESS_FAULT"):
         rank, kind = fault.split(":")
         round_of = measure.CellMeasurer.round
@@ -56,6 +51,7 @@ def register() -> None:
             import torch.distributed as dist
 
             if dist.get_rank() == int(rank):
+                print(f"a fault at {time.monotonic()}", flush=True)
                 if kind == "exit":
                     os._exit(9)
                 raise RuntimeError("a fault made by the test")
@@ -89,6 +85,11 @@ def _make_stage_buffers(module: Any) -> None:
     module.GPUModelRunner.sync_and_gather_intermediate_tensors = gather_into
 
 
+def _refuse_layers(module: Any) -> None:
+    why_not = module.why_not
+    module.why_not = lambda *layer: "does not serve this layer, says the test" if os.environ.get("WITNESS_REFUSE") else why_not(*layer)
+
+
 def _allow_eplb(module: Any) -> None:
     class Platform:
         def __init__(self, real: Any) -> None:
@@ -98,7 +99,7 @@ def _allow_eplb(module: Any) -> None:
             return getattr(self._real, name)
 
         def is_xpu(self) -> bool:
-            return True
+            return bool(os.environ.get("WITNESS_EPLB")) or bool(self._real.is_xpu())
 
     module.current_platform = Platform(module.current_platform)
 
@@ -123,6 +124,11 @@ def _give_uneven_collectives(module: Any) -> None:
         return whole.split(sizes or input_.shape[0] // self.world_size)[self.rank_in_group].clone()
 
     module.CpuCommunicator.all_gatherv, module.CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
+
+
+def _give_plain_experts(native: Any) -> None:
+    sharing = native.sharing
+    native.sharing = lambda *args: [_plain_experts()] if os.environ.get("WITNESS_NATIVE") else sharing(*args)
 
 
 def _plain_experts() -> type:
