@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from ranks import Rank, run_ranks
 
+import moe_dist as md
 from moe_dist.cli.main import build_parser
 from moe_dist.interop.hf_config import read_model
 
@@ -45,3 +50,20 @@ def test_python_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     assert "'torch_grouped': None" in said
     assert "\n{}\n" in said  # nothing differs between the log's machine and this one
     assert "total is of torch_loop(chunk_rows=0,compute=bf16)" in said
+    assert "\nadopted: True\n" in said
+    assert re.search(r"^gloo gives 2\.0$|^shared_memory\(.*\) gives 2\.0$", said, re.MULTILINE)
+
+
+def _sums(rank: Rank, block: str, folder: str) -> float:
+    store = dist.TCPStore("127.0.0.1", rank.port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank.index, world_size=rank.size)
+    os.chdir(folder)
+    names = {"torch": torch, "md": md, "eager": md.MeasurementPolicy("eager")}
+    exec(compile(block, "README.md", "exec"), names)
+    return float(names["total"][0, 0])  # type: ignore[index]
+
+
+def test_the_sum_over_ranks_runs_on_two(tmp_path: Path) -> None:
+    (block,) = (block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "ServedAllReduce" in block)
+    outcomes = run_ranks(_sums, 2, tmp_path, block, str(tmp_path), deadline=120)
+    assert [(outcome.value, outcome.error) for outcome in outcomes] == [(4.0, "")] * 2
