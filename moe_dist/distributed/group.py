@@ -15,6 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import msgpack
 import torch.distributed as dist
@@ -88,6 +89,10 @@ class RankGroup:
     progress_timeout: a rank is lost when it neither answers nor progresses for so long. cap: the same for a whole pass.
     """
 
+    # What it waits and asks by; a simulation has its own.
+    _clock: Any = time
+    _connect = Rendezvous
+
     def __init__(
         self,
         store: Store,
@@ -108,13 +113,13 @@ class RankGroup:
         self.rank, self.size = rank, size
         self.names = tuple(names) if names is not None else tuple(range(size))
         self._dead: str | None = None
-        self._rendezvous = Rendezvous(store, host)
+        self._rendezvous = self._connect(store, host)
         self._progress_timeout, self._cap = progress_timeout.total_seconds(), cap.total_seconds()
         # Where every release says what it is, however its other words are made and wherever they lie.
         version = version or code_version()
-        self._versions = [f"{scope}/version/{other}" for other in range(size)] if size > 1 else []
-        if self._versions:
-            self._rendezvous.set(self._versions[rank], version)
+        self._versions, self._one_version = f"{scope}/version", size == 1
+        if size > 1:
+            self._rendezvous.set(f"{self._versions}/{rank}", version)
         self._scope = f"{scope}/{version}"
         self._claim = Claim(self._rendezvous, f"{self._scope}/claim/{rank}", f"rank {rank} of group {scope!r}")
         self._attachment = 0  # taken with the first pass
@@ -126,6 +131,7 @@ class RankGroup:
         self._garbage: list[str] = []
         # Ranks that began to wait together don't ask together.
         spread = 0.75 + 0.5 * (rank * 0.618 % 1)
+        self._poll_s = max(_POLL_S, size / _REQUESTS_PER_S)  # until the server may have answered each of them once
         self._slowest_poll_s = spread * max(_SLOWEST_POLL_S, size / (0.75 * _REQUESTS_PER_S))
         self._look_s = spread * max(_LOOK_AROUND_S, _LOOK_REQUESTS * size / (0.25 * _REQUESTS_PER_S))
         self._open = False
@@ -199,7 +205,7 @@ class RankGroup:
             self._die_of(self._started_again(self._claim.process, successor))
         self._count_pass()
         self._step, self._call = 0, call
-        self._pass_start = time.monotonic()
+        self._pass_start = self._clock.monotonic()
         self._open = True
 
     def _count_pass(self) -> None:
@@ -300,7 +306,7 @@ class RankGroup:
         """Show peers that this rank works: after a pass, too, where they may wait for it in the next one already. Cheap; sent at most
         five times a second. Only the working thread calls it."""
         self._progress += 1
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if (
             self._attachment
             and self.size > 1
@@ -417,12 +423,12 @@ class RankGroup:
         """
         seen: dict[int, tuple[bytes, float]] = {}
         watch = _Watch(self._key(f"{self._step:06d}/watch/{wait}"))
-        looked = time.monotonic()
-        pause = _POLL_S
+        looked = self._clock.monotonic()
+        pause = self._poll_s
         while not self._rendezvous.holds(*keys):
-            time.sleep(pause)
+            self._clock.sleep(pause)
             pause = min(pause * 1.5, self._slowest_poll_s)
-            now = time.monotonic()
+            now = self._clock.monotonic()
             if now - looked < self._look_s:
                 continue
             looked = now
@@ -445,7 +451,7 @@ class RankGroup:
                 continue
             # Since when each stands still, by this rank's clock: from when it first waited for it. The leader, for one, is
             # waited for only once all have spoken, however long that took.
-            now = time.monotonic()
+            now = self._clock.monotonic()
             seen.update({rank: (count, now) for rank, count in counts.items() if rank not in seen or seen[rank][0] != count})
             stale = [rank for rank in waited if now - seen[rank][1] > self._progress_timeout]
             if waited and (stale or over_cap):
@@ -458,7 +464,7 @@ class RankGroup:
         mine = f"{self.rank} {watch.words}{' over' * over_cap}"
         watched = watch.said.startswith(f"{self.rank} ")
         said = self._rendezvous.settle(watch.key, mine, instead_of=watch.said if watched else "")
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if moved := said != watch.said:
             watch.said, watch.since = said, now
         quiet = now - watch.since > max(_HEIR_LOOKS * self._look_s, self._progress_timeout / 8)
@@ -470,10 +476,12 @@ class RankGroup:
 
     def _require_one_version(self) -> None:
         """SettingsDiffer, the same on all ranks, once all have said their version."""
-        if self._versions and self._rendezvous.holds(*self._versions):
-            said = [version.decode() for version in self._rendezvous.get_many(self._versions)]
-            require_one_version(said, self.names)
-            self._versions = []  # they are one, and stay it
+        if self._one_version:
+            return
+        places = [f"{self._versions}/{rank}" for rank in range(self.size)]
+        if self._rendezvous.holds(*places):
+            require_one_version([version.decode() for version in self._rendezvous.get_many(places)], self.names)
+            self._one_version = True  # and it stays so
 
     def _silent(self, name: str) -> list[int]:
         """The ranks that this one waits for in step `name`."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis_server import RedisServer
 from torch._C._distributed_c10d import HashStore
 
 from moe_dist.bench import scaling
-from moe_dist.bench.scaling import ANY, ATTACH, CASES, COLD, RELOAD, TUNE, WARM
+from moe_dist.bench.late import late_step
+from moe_dist.bench.scaling import ANY, ATTACH, CASES, COLD, LATE, ON_TIME, RELOAD, TUNE, WARM
 from moe_dist.bench.servers import servers_table
 from moe_dist.bench.simulated import SimulatedOperation
+from moe_dist.distributed.converge import combine_rounds
 from moe_dist.distributed.group import RankGroup
 from moe_dist.distributed.plan import pack_hits
 from moe_dist.stores.open import open_store
@@ -89,6 +93,87 @@ def test_tuning_costs_each_rank_the_same_and_apart_no_exchange_a_key() -> None:
     assert few.requests == many.requests
 
 
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_simulated_step_is_what_its_words_are_counted_as(size: int) -> None:
+    """The same words by the steps that rows of tuning are counted by; what is beside them is looks, and their answers."""
+    words = scaling.round_words(size)
+    counted = scaling.Traffic([0] * size, [0] * size)
+    counted.reduce("measure-0-0", words, combine_rounds(words, scaling.TACTICS, "max", range(size)))
+    stepped, seconds = scaling.simulate_step(size, ON_TIME)
+    progress = len("2")  # how far each is
+    assert stepped.said == [said + progress for said in counted.said]
+    assert stepped.read == counted.read
+    assert counted.requests <= stepped.requests <= counted.requests + 3 * size, "a look in vain or so each"
+    answers_s = stepped.requests / scaling.REQUESTS_PER_S
+    assert answers_s - 1e-9 <= seconds <= answers_s + 0.02, "one after the other, and what the last one slept"
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_real_ranks_ask_no_more_while_one_is_late_than_simulated_ones(size: int) -> None:
+    """However late it really was: on a busy machine each sleep is longer."""
+    views = [_Counted(HashStore() if rank == 0 else None) for rank in range(size)]
+    deadlines = {"progress_timeout": timedelta(seconds=60), "cap": timedelta(seconds=60)}
+    words, said = scaling.round_words(size), list[float]()
+    groups = []
+    for rank, view in enumerate(views):
+        view.store = views[0].store
+        groups.append(RankGroup(view, rank, size, **deadlines))  # type: ignore[arg-type]
+        groups[rank].begin_pass("run_pass")
+
+    def step(rank: int, name: str, late_s: float) -> bytes:
+        if rank == size - 1:
+            time.sleep(late_s)
+            said.append(time.monotonic())
+        return groups[rank].reduce(name, words[rank], lambda words: combine_rounds(words, scaling.TACTICS, "max", range(size)))
+
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(lambda rank: step(rank, "start", 0.0), range(size)))
+        before = [view.requests for view in views]
+        began = time.monotonic()
+        list(pool.map(lambda rank: step(rank, "measure-0-0", 0.7), range(size)))
+    for group in groups:
+        group.close()
+    counted = sum(view.requests - former for view, former in zip(views, before, strict=True))
+    simulated = late_step(
+        words, lambda words: combine_rounds(words, scaling.TACTICS, "max", range(size)), said[-1] - began, scaling.REQUESTS_PER_S
+    )
+    on_time = scaling.simulate_step(size, ON_TIME)[0].requests
+    assert on_time < counted <= 1.25 * simulated.requests + 4 * size
+
+
+class _Counted:
+    """A rank's view of the rendezvous that counts its requests, whatever comes of them."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.requests = store, 0
+
+    def clone(self) -> _Counted:
+        return self
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*args: Any) -> Any:
+            self.requests += 1
+            return getattr(self.store, name)(*args)
+
+        return request
+
+
+def test_a_late_rank_costs_each_rank_no_more_however_many_they_are() -> None:
+    few, many = (scaling.simulate_step(size, LATE)[0] for size in (8, 64))
+    assert many.requests / 64 < few.requests / 8
+
+
+def test_an_error_on_a_simulated_rank_is_raised() -> None:
+    def combine(words: list[bytes]) -> bytes:
+        raise ValueError("no such word")
+
+    with pytest.raises(ValueError, match="no such word"):
+        late_step([b"a"], combine, 0.0, 1.0)
+
+
 def test_rows_are_measured_by_processes_and_by_simulation() -> None:
     rows = scaling.scaling_table([2, 64], [20])
     agreed = (WARM, COLD, RELOAD)
@@ -96,7 +181,7 @@ def test_rows_are_measured_by_processes_and_by_simulation() -> None:
         (phase, strategy, size, 20, "processes" if size == 2 and phase in agreed else "simulated")
         for size in (2, 64)
         for phase, strategy in CASES
-    ]
+    ] + [(phase, ANY, size, 1, "simulated") for size in (2, 64) for phase in (ON_TIME, LATE)]
     held = {(row["phase"], row["strategy"], row["ranks"]): row for row in rows}
     assert held[ATTACH, ANY, 64]["store_bytes"] == 64 * sum(map(len, scaling._entries(20)))
     assert held[TUNE, "reduce", 64]["limit_s"] == 20 * scaling.TIMING_S

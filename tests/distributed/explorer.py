@@ -20,7 +20,6 @@ import pytest
 import torch
 from fakes import FakeOperation
 
-from moe_dist.distributed import group as group_module
 from moe_dist.distributed import rendezvous as rendezvous_module
 from moe_dist.distributed.group import RankGroup
 from moe_dist.distributed.words import Verdict
@@ -278,7 +277,7 @@ class Explorer:
             monotonic=lambda: getattr(self._world._here, "rank", RankState(0)).clock_s,
             sleep=self._sleep, strftime=lambda *form: "now", gmtime=lambda: None, time=lambda: 0.0,
         )  # fmt: skip
-        monkeypatch.setattr(group_module, "time", clock)
+        monkeypatch.setattr(RankGroup, "_clock", clock)
         monkeypatch.setattr(rendezvous_module, "_Requests", _Requests)
         monkeypatch.setattr(rounds, "time", clock)
         monkeypatch.setattr(pass_terms, "time", clock)
