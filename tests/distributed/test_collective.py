@@ -23,6 +23,7 @@ class Meeting(FakeOperation):
 
     rank: Rank
     fault: str = ""
+    patience_s: float = PATIENCE_S
 
     def probe(self, num_tokens: int, spec: ProbeSpec) -> FakeProbe:
         return MeetingProbe(self)
@@ -44,7 +45,7 @@ class MeetingProbe(FakeProbe):
             made += 1
             folder = operation.rank.folder
             (folder / f"{wanted['name']}-{made}-{operation.rank.index}").touch()
-            deadline = time.monotonic() + PATIENCE_S
+            deadline = time.monotonic() + operation.patience_s
             while any(not (folder / f"{wanted['name']}-{made}-{peer}").exists() for peer in range(operation.rank.size)):
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"call {made} of {wanted['name']} waited for a peer in vain")
@@ -60,6 +61,8 @@ def meet(rank: Rank, strategy: str, fault: str, costs: dict[str, float | str]) -
     operation = Meeting("a", costs)
     operation.rank = rank
     operation.fault = fault if rank.index == 1 else ""
+    if fault == "run":  # a peer is waited for in vain, more than once
+        operation.patience_s = 2.0
     return tune(rank, strategy, lambda rank: [operation], lambda rank: {"progress_timeout": 30.0})
 
 
