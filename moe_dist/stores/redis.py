@@ -290,9 +290,8 @@ class RedisStore(DegradingStore):
                 last = error
             except GivenUp:
                 last = last or TimeoutError(f"no answer within {self._limit_s:g} s")
-                if self._client is not None:
-                    with contextlib.suppress(Exception):  # it ends what still waits; the client connects again when it is next used
-                        self._client.close()
+                with contextlib.suppress(Exception):  # it ends what still waits; the client connects again when it is next used
+                    _hang_up(self._client)
             except redis.RedisError as error:  # the server answers, and says no: read-only, out of memory, no permission
                 raise Unavailable(self._words(error)) from None
             self._report()
@@ -307,6 +306,14 @@ class RedisStore(DegradingStore):
             for form in (secret, urllib.parse.quote(secret, safe="")):
                 words = words.replace(form, "***")
         return words
+
+
+def _hang_up(client: Any) -> None:
+    """Close a client's connections, those in use too; releases of redis-py differ in whether `close` does."""
+    if (pool := getattr(client, "connection_pool", None)) is not None:
+        pool.disconnect(inuse_connections=True)
+    elif client is not None:
+        client.close()
 
 
 def _scan_on(node: Any, cursor: int, pattern: str, client: Any) -> tuple[int, list[bytes]]:
