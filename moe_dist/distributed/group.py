@@ -527,8 +527,7 @@ class RankGroup:
         self._open = False
         if verdict.committed:
             return  # the leader committed in the same moment: adopt it
-        nobody_came = self._pass == 1 and len(ranks) == self.size - 1
-        self._die_of(self._missed if self._missed is not None and nobody_came else verdict)
+        self._die_of(verdict)
 
     def _decide(self, wanted: Verdict) -> Verdict:
         """Compare-and-set the pass's one key from nothing to `wanted`; what it then says is the verdict for everyone."""
@@ -538,6 +537,10 @@ class RankGroup:
         return Verdict.from_text(self._rendezvous.get(self._key(_VERDICT)).decode())
 
     def _die_of(self, verdict: Verdict) -> None:
+        # Nobody met here: why is what ended the attachment that this rank missed, for who gives up and for who comes too late for that.
+        nobody_came = self._pass == 1 and verdict.error == "RankLost" and len(verdict.ranks) == self.size - 1
+        if self._missed is not None and nobody_came:
+            verdict = self._missed
         if verdict.ends_group:
             self.dead = verdict.message
         if (error := verdict.exception) is not None:

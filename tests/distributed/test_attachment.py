@@ -195,3 +195,17 @@ def test_groups_of_other_scopes_share_a_store_and_never_meet(make: Make) -> None
 def test_wrong_places_and_deadlines_are_refused(rank: int, size: int, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RankGroup(HashStore(), rank, size, **settings)
+
+
+def test_all_who_missed_an_attachment_and_meet_nobody_say_the_same(make: Make) -> None:
+    """Rank 2 gave up the others before they came; of those rank 0 gives up before rank 1 has said a word."""
+    ranks = make(3, progress=0.3)
+    with pytest.raises(RankLost) as told:
+        one_pass(ranks[2])
+    assert told.value.ranks == (0, 1)
+    for rank in ranks[:2]:
+        rank.begin_pass("run_pass")
+    for rank in ranks[:2]:
+        with pytest.raises(RankLost) as lost:
+            rank.exchange("agree-1", b"x")
+        assert (str(lost.value), lost.value.ranks) == (str(told.value), (0, 1))
