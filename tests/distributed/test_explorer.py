@@ -235,7 +235,7 @@ GUARDS: dict[str, tuple[Scenario, list[tuple[Any, str, str, str]], str]] = {
 
 
 @pytest.mark.parametrize("guard", GUARDS)
-def test_an_invariant_fails_when_its_guard_is_taken_out(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_invariant_fails_when_its_guard_is_taken_out(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scenario, cuts, broken = GUARDS[guard]
     with Explorer(scenario, monkeypatch) as whole:
         whole.all()
