@@ -23,7 +23,7 @@ import torch.distributed as dist
 from moe_dist.backends.base import MoEProblem
 from moe_dist.backends.registry import usable_backends
 from moe_dist.cli.checks import positive, quiet_stores, require_writable, why_not_kept
-from moe_dist.cli.tune_report import Progress, TuneResult, count_diverged, print_summary, write_json
+from moe_dist.cli.tune_report import Progress, TuneResult, count_diverged, print_summary, print_totals, write_json
 from moe_dist.config import DEFAULT_MAX_NUM_TOKENS, DTYPES
 from moe_dist.distributed.epoch import published
 from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", help="folder or URL of the results (default: $MOE_DIST_STORE, else the user's cache)")
     parser.add_argument("--no-write", action="store_true", help="take winners from the store and publish none")
     parser.add_argument("--deployment", default="default", help="whose epochs these are (default 'default')")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here; of several groups, the first one's")
     parser.add_argument("--progress-timeout", type=_seconds, default=PROGRESS_TIMEOUT, help="seconds without progress: a rank is lost")
     parser.add_argument("--cap", type=_seconds, default=CAP, help="seconds that one pass may take in all")
 
@@ -112,6 +112,22 @@ class TuneJob:
     @property
     def place(self) -> Place:
         return self.layout.place(self.ranks.rank)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for the group that tunes with it: of several groups each has such a rank."""
+        return self.ranks.rank == self.place.group[0]
+
+    @property
+    def group_name(self) -> str:
+        """Which of several groups this rank's is, as in "stage 0 of replica 1"; "" where there is one."""
+        stage = f"stage {self.place.stage}" if self.layout.pp > 1 else ""
+        replica = f"replica {self.place.replica}" if self.layout.dp > 1 else ""
+        return " of ".join(filter(None, (stage, replica)))
+
+    def complain(self, what: object) -> None:
+        """One line on stderr, for the whole group."""
+        print(f"moe-dist: {self.group_name}{self.group_name and ': '}{what}", file=sys.stderr)
 
     @property
     def deployment(self) -> str:
@@ -214,14 +230,17 @@ def run(arguments: argparse.Namespace) -> int:
     job = plan_job(arguments, rank_settings())
     with _signals() as interrupts:
         result = _tune(job, interrupts)
-    if job.ranks.rank != 0:
+    if not job.leads:
         return result.exit_code
     result.not_kept = _why_not_kept(job, result)
     if result.error:
-        print(f"moe-dist: {result.error}", file=sys.stderr)
+        job.complain(result.error)
     if result.not_kept and job.store.url != "memory:" and not isinstance(job.store, ReadOnlyStore):
-        print(f"moe-dist: the winners are not kept in {job.store.url}: {result.not_kept}", file=sys.stderr)
+        job.complain(f"the winners are not kept in {job.store.url}: {result.not_kept}")
         result.exit_code = result.exit_code or 1
+    if job.ranks.rank != 0:
+        print_totals(result, sys.stdout)
+        return result.exit_code
     print_summary(job.problem.config, result, sys.stdout)
     if arguments.json is not None:
         try:
@@ -289,7 +308,7 @@ def _plain_signals() -> Iterator[None]:
 def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
     """All passes, in order of token count. What ends them early is in the result; what was committed until then stays."""
     arguments, buckets = job.arguments, job.ladder.buckets()
-    result = TuneResult(ranks=len(job.place.group), store=job.store.url, passes=len(buckets))
+    result = TuneResult(ranks=len(job.place.group), store=job.store.url, passes=len(buckets), group=job.group_name)
     started = time.monotonic()
     progress = Progress(len(buckets) * len(job.policy.modes(job.device.type)), shown=job.ranks.rank == 0)
 
@@ -305,7 +324,9 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
             group = _process_group(job)
             try:
                 _require_a_store_that_keeps(job, group)
-            except StoreError:
+            except StoreError as error:
+                if job.leads and job.ranks.rank != 0:
+                    job.complain(error)  # rank 0's own end `main` says
                 if dist.is_initialized():
                     dist.destroy_process_group()  # all leave by this; a thread of gloo's that outlives Python aborts the process
                 raise
@@ -334,7 +355,10 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
                 result.reports.append(tuner.run_pass([bucket], ahead=buckets[at + 1 :]))
                 interrupts.check()
                 progress.next_pass(result.reports[-1])
-            result.diverged = count_diverged(result.reports, group)
+            try:
+                result.diverged = count_diverged(result.reports, group)
+            except RuntimeError as error:  # torch's own, of a peer that is gone: every pass has ended by then
+                result.error, result.exit_code = f"the ranks' winners can't be compared: {first_line(error)}", 1
     except Interrupted as interrupted:
         result.error = f"ended by {interrupted}"
         result.exit_code = 128 + interrupted.number
@@ -356,7 +380,10 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
 
 
 def _process_group(job: TuneJob) -> dist.ProcessGroup | None:
-    """The ranks that run in step with this one; None: it is alone. Other stages and replicas are other groups, and nobody waits for them."""
+    """The ranks that run in step with this one; None: it is alone. Other stages and replicas are other groups, and nobody waits for them.
+
+    They meet in the launcher's store. Where there is none, as when ranks are started by hand, rank 0 serves it, and it ends with rank 0.
+    """
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)
     if job.ranks.world_size == 1:
@@ -369,5 +396,5 @@ def _process_group(job: TuneJob) -> dist.ProcessGroup | None:
     if len(ranks) == 1:
         return None
     # Made by its members alone: another stage may be long from here.
-    group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=job.arguments.cap, backend="gloo", use_local_synchronization=True)
     return group

@@ -27,7 +27,8 @@ from moe_dist.tuning.tuner import PassReport, Row
 @dataclasses.dataclass
 class TuneResult:
     """How a run went. reports: of the committed passes, out of `passes`. diverged: keys whose winner differs between ranks;
-    None: the run ended before ranks could compare. error: why it ended early. not_kept: why its winners outlive it nowhere."""
+    None: the run ended before ranks could compare. error: why it ended early. not_kept: why its winners outlive it nowhere.
+    group: which of several groups, each with a result of its own; "": the only one."""
 
     ranks: int
     store: str
@@ -38,6 +39,7 @@ class TuneResult:
     error: str | None = None
     exit_code: int = 0
     not_kept: str | None = None
+    group: str = ""
 
     @property
     def rows(self) -> list[Row]:
@@ -125,7 +127,12 @@ def print_summary(config: MoEConfig, result: TuneResult, out: TextIO) -> None:
     )
     if result.rows:
         console.print(table)
-    console.print(_totals(result), soft_wrap=True)
+    print_totals(result, out)
+
+
+def print_totals(result: TuneResult, out: TextIO) -> None:
+    """The last line of the summary: all that is said of a group other than the first."""
+    print(f"{result.group}{result.group and ': '}{_totals(result)}", file=out, flush=True)
 
 
 def _totals(result: TuneResult) -> str:
@@ -151,6 +158,7 @@ def write_json(path: Path, shape: ModelShape, config: MoEConfig, arguments: argp
         "model": shape.name,
         "family": shape.family,
         "config": config.to_dict(),
+        "group": result.group or None,
         "ranks": result.ranks,
         "device": arguments.device,
         "policy": arguments.policy,

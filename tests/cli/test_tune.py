@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from moe_dist.cli.main import build_parser, main
 from moe_dist.cli.tune import Interrupted, _Interrupts, plan_job
@@ -260,15 +261,22 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def started(arguments: list[str], size: int = 2, stderr: Callable[[int], int] = lambda rank: subprocess.PIPE) -> Iterator[list[Any]]:
-    """`size` ranks without a launcher, so that each one's exit code and output can be told apart."""
+def started(
+    arguments: list[str], size: int = 2, stderr: Callable[[int], int] = lambda rank: subprocess.PIPE, launched: bool = False
+) -> Iterator[list[Any]]:
+    """`size` ranks without a launcher, so that each one's exit code and output can be told apart. launched: what a launcher does for them
+    is done: the store by which they meet outlives each of them."""
     port = str(free_port())
+    store = TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False) if launched else None
+    launcher = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"} if launched else {}
     ranks: list[Any] = []
     for rank in range(size):
         ranks.append(
             subprocess.Popen(
                 [sys.executable, "-m", "moe_dist.tune", "--device", "cpu", *(each.replace("$RANK", str(rank)) for each in arguments)],
-                env=environment(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+                env=environment(
+                    RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **launcher
+                ),
                 stdout=subprocess.PIPE,
                 stderr=stderr(rank),
                 text=True,
@@ -281,6 +289,7 @@ def started(arguments: list[str], size: int = 2, stderr: Callable[[int], int] = 
         for process in ranks:
             process.kill()
             process.communicate()
+        del store
 
 
 def until(what: Callable[[], object], ranks: list[Any], name: str) -> None:
@@ -293,17 +302,32 @@ def until(what: Callable[[], object], ranks: list[Any], name: str) -> None:
         time.sleep(0.02)
 
 
-def torchrun(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moe_dist.tune", *arguments]
+def torchrun(*arguments: str, size: int = 2) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    return [*launcher, "-m", "moe_dist.tune", "--device", "cpu", *arguments]
 
 
-def test_torchrun_tunes_and_the_second_run_measures_nothing(model: str, tmp_path: Path) -> None:
+def test_torchrun_tunes_and_replicas_measure_nothing_again(model: str, tmp_path: Path) -> None:
+    """The second run is of two replicas, each a group of its own that takes what the first published."""
     summaries = []
     for run in (1, 2):
         report = tmp_path / f"out/{run}.json"
-        arguments = ["--model", model, "--ep", "2", "--buckets", "1,3", "--store", str(tmp_path / "store"), "--json", str(report)]
+        arguments = [
+            "--model",
+            model,
+            "--ep",
+            "2",
+            "--dp",
+            str(run),
+            "--buckets",
+            "1,3",
+            "--store",
+            str(tmp_path / "store"),
+            "--json",
+            str(report),
+        ]
         done = subprocess.run(
-            torchrun("--device", "cpu", *arguments), env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+            torchrun(*arguments, size=2 * run), env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
         assert done.returncode == 0, done.stderr
         summaries.append((json.loads(report.read_text()), done.stdout))
@@ -313,7 +337,7 @@ def test_torchrun_tunes_and_the_second_run_measures_nothing(model: str, tmp_path
         assert all(begin in line and line.endswith(end) for line, (begin, end) in zip(lines, timed, strict=False)), lines
     (first, said_first), (second, said_second) = summaries
 
-    assert (first["ranks"], first["hits"], first["diverged"], first["error"]) == (2, 0, 0, None)
+    assert (first["group"], first["ranks"], first["hits"], first["diverged"], first["error"]) == (None, 2, 0, 0, None)
     assert first["measured"] > len(first["keys"])  # more candidates than the default alone
     assert [(key["bucket"], key["mode"], key["source"]) for key in first["keys"]] == [
         ([1, 1], "eager", "tuned"),
@@ -323,11 +347,12 @@ def test_torchrun_tunes_and_the_second_run_measures_nothing(model: str, tmp_path
     assert said_first.count("tuned") == 2
     assert f"measured {first['measured']} candidates, 0 hits of 2; no keys differ between 2 ranks" in said_first
 
-    assert (second["measured"], second["hits"], second["diverged"]) == (0, 2, 0)
+    assert (second["group"], second["ranks"], second["measured"], second["hits"], second["diverged"]) == ("replica 0", 2, 0, 2, 0)
     assert {key["source"] for key in second["keys"]} == {"hit"}
     chosen = [[(key["key"], key["winner"], key["winner_us"]) for key in summary["keys"]] for summary in (first, second)]
     assert chosen[0] == chosen[1]
-    assert "measured nothing: all 2 winners came from" in said_second
+    same = f"measured nothing: all 2 winners came from file://{tmp_path}/store; no keys differ between 2 ranks; "
+    assert sorted(line.partition(same)[0] for line in said_second.splitlines() if same in line) == ["replica 0: ", "replica 1: "]
 
 
 def test_every_rank_refuses_and_rank_0_alone_says_why() -> None:
@@ -415,7 +440,7 @@ def test_ctrl_c_on_torchrun_ends_its_ranks(model: str, tmp_path: Path) -> None:
     store, report = tmp_path / "store", tmp_path / "report.json"
     arguments = ["--model", model, "--ep", "2", "--buckets", MANY, "--store", str(store), "--json", str(report)]
     agent = subprocess.Popen(
-        torchrun("--device", "cpu", *arguments),
+        torchrun(*arguments),
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -448,22 +473,30 @@ def test_survivor_of_a_killed_rank_ends_and_names_it(model: str, tmp_path: Path)
     assert "buckets were committed and stay" in said
 
 
-def test_a_pipeline_stage_waits_for_no_other(model: str, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    arguments = ["--model", model, "--ep", "2", "--pp", "2", "--buckets", "1,2,3,4,5,6", "--store", str(store), "--progress-timeout", "3"]
-    with started(arguments, size=4) as ranks:
-        until(lambda: committed(store), ranks, "the first commit")
+@pytest.mark.parametrize(("inside", "between", "name"), [("--ep", "--pp", "stage"), ("--tp", "--dp", "replica")])
+def test_a_stage_and_a_replica_wait_for_no_other(model: str, tmp_path: Path, inside: str, between: str, name: str) -> None:
+    stores = [tmp_path / f"store-{rank}" for rank in range(4)]  # each rank's own: what group 1 commits is seen apart, and nobody reuses it
+    arguments = ["--model", model, inside, "2", between, "2", "--buckets", "1,2,3,4,5,6", "--store", f"{tmp_path}/store-$RANK"]
+    with started([*arguments, "--progress-timeout", "10"], size=4, launched=True) as ranks:
+        until(lambda: committed(stores[0]) and committed(stores[2]), [], "the first commit of both groups")
         ranks[3].kill()
-        said, _ = ranks[0].communicate(timeout=DEADLINE_S)
-        assert ranks[0].returncode == 0, "the stage of ranks 0 and 1 goes on without rank 3"
-        assert "no keys differ between 2 ranks" in said
-        ranks[2].communicate(timeout=DEADLINE_S)
-        assert ranks[2].returncode in (0, 1), "its own stage ends too, lost or done before"
+        said, complained = ranks[0].communicate(timeout=DEADLINE_S)
+        assert ranks[0].returncode == 0, complained
+        assert re.search(
+            rf"^{name} 0: measured \d+ candidates, 0 hits of 6; no keys differ between 2 ranks; .* kept in file:", said, re.MULTILINE
+        )
+        theirs, complained = ranks[2].communicate(timeout=DEADLINE_S)
+        assert ranks[2].returncode in (0, 1), "its own group ends too, lost or done before"
+    assert re.search(rf"^{name} 1: ", theirs)
+    assert (ranks[2].returncode == 1) == (f"moe-dist: {name} 1: " in complained), "rank 2 speaks for a group without rank 0"
 
 
-def test_progress_is_shown_on_the_terminal_of_rank_0_alone(model: str, tmp_path: Path) -> None:
-    terminals = [os.openpty() for _ in range(2)]
-    shown = [bytearray(), bytearray()]
+def test_four_ranks_tune_as_one_group_and_show_progress_on_the_terminal_of_rank_0_alone(tmp_path: Path) -> None:
+    """Experts shared out unevenly, and each cut in two: no two ranks hold the same."""
+    model = tmp_path / "seven.json"
+    model.write_text(json.dumps(MODEL | {"num_experts": 7}))
+    terminals = [os.openpty() for _ in range(4)]
+    shown = [bytearray() for _ in terminals]
 
     def drain(rank: int) -> None:
         # A terminal that nobody reads blocks its writer. Reading ends with an error when the last writer is gone.
@@ -471,16 +504,20 @@ def test_progress_is_shown_on_the_terminal_of_rank_0_alone(model: str, tmp_path:
             while piece := os.read(terminals[rank][0], 1 << 12):
                 shown[rank] += piece
 
-    store = str(tmp_path / "store")
-    with started(["--model", model, "--ep", "2", "--buckets", "1:4", "--store", store], stderr=lambda rank: terminals[rank][1]) as ranks:
-        readers = [threading.Thread(target=drain, args=(rank,)) for rank in range(2)]
+    arguments = ["--model", str(model), "--tp", "2", "--ep", "2", "--allow-uneven", "--buckets", "1,4", "--store", str(tmp_path / "store")]
+    with started(arguments, size=4, stderr=lambda rank: terminals[rank][1]) as ranks:
+        readers = [threading.Thread(target=drain, args=(rank,)) for rank in range(4)]
         for (_, inside), reader in zip(terminals, readers, strict=True):
             os.close(inside)
             reader.start()
-        codes = [process.wait(DEADLINE_S) for process in ranks]
+        said = [process.communicate(timeout=DEADLINE_S)[0] for process in ranks]
+        codes = [process.returncode for process in ranks]
     for (outside, _), reader in zip(terminals, readers, strict=True):
         reader.join(DEADLINE_S)
         os.close(outside)
-    assert codes == [0, 0]
+    assert codes == [0] * 4, shown
     assert b"tokens, eager" in shown[0]
-    assert shown[1] == b""
+    assert shown[1:] == [b""] * 3
+    assert said[0].startswith("7 experts, top-2, hidden 64, intermediate 32, fp32; tp 2, ep 2\n")
+    assert "0 hits of 2; no keys differ between 4 ranks" in said[0]
+    assert said[1:] == [""] * 3
