@@ -47,6 +47,11 @@ class Fault:
         return "disk full" in self.name
 
     @property
+    def patience_s(self) -> float:
+        """How long ranks wait for one that is silent. Who is started again must be known by its word, before patience could end."""
+        return 4 * DEADLINE_S if self.name == "restarted alone" else PROGRESS_TIMEOUT_S
+
+    @property
     def collective(self) -> str:
         """What a collective call comes to after it: in a dead group it is refused, and nobody waits for who is gone."""
         if self.outcome.startswith(("RankLost", "RankWithdrawn")):
@@ -63,6 +68,7 @@ def _faults() -> tuple[Fault, ...]:
         everywhere += [
             Fault(phase, "killed", "RankLost(1)", 1, at, gone=True),
             Fault(phase, "leader killed", "RankLost(0)", 0, at, gone=True),
+            Fault(phase, "restarted alone", "RankLost(1)", 1, at, gone=True),
             Fault(phase, "stopped", "RankLost(1)", 1, at, gone=True),
             Fault(phase, "stopped and continued", AGREED, 1, at),
             Fault(phase, "stopped, lost, then continued", "RankLost(1)", 1, at),

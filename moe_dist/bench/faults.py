@@ -138,6 +138,8 @@ def _meet_from_outside(fault: Fault, ranks: Ranks, server: RedisServer | None) -
             ranks.signal(fault.culprit, signal.SIGCONT)
     elif fault.name == "killed for its memory":
         ranks.kill(fault.culprit)
+    elif fault.name == "restarted alone":
+        ranks.start_again(fault.culprit)
     elif fault.name == "another job publishes in between":
         return  # it says itself when it is done
     elif server:

@@ -66,6 +66,7 @@ def fault(phase: str, name: str) -> Fault:
         ("commit", "leader killed after the commit", "shard"),
         ("measure", "killed in a collective", "reload"),
         ("measure", "late in a collective", "shard"),
+        ("commit", "restarted alone", "reload"),
     ],
 )
 def test_a_fault_ends_as_it_must(phase: str, name: str, strategy: str, request: pytest.FixtureRequest) -> None:
@@ -110,7 +111,7 @@ def test_faults_cover_every_phase_and_are_named_once() -> None:
         phases.setdefault(each.name, []).append(each.phase)
     anywhere = {name for name, found in phases.items() if tuple(found) == PHASES}
     assert anywhere == {
-        "killed", "leader killed", "stopped", "stopped and continued", "stopped, lost, then continued", "late", "leaves by an exception",
+        "killed", "leader killed", "restarted alone", "stopped", "stopped and continued", "stopped, lost, then continued", "late", "leaves by an exception",
         "out of memory", "disk full", "leader's disk full", "store killed", "another job publishes in between", "two contexts at once",
         "two passes at once", "a pass within a pass", "late words of an old pass",
     }  # fmt: skip
