@@ -12,6 +12,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,25 +120,27 @@ def _reload_row(url: str, winners: int, repeats: int) -> dict[str, Any]:
 
 
 def _reload(rank: Rank, url: str, deployment: str, winners: int, repeats: int) -> list[float]:
-    """On a rank: the first one publishes the epoch, then all reload it again and again."""
+    """On a rank: again and again the first one publishes a newer epoch, in which every time is another, and all read it."""
     store = open_store(url)
     seconds = []
     with Tuner(store=store, group=rank.group(), deployment=deployment, device="cpu") as tuner:
-        if rank.index == 0:
-            made = made_up(winners, tuner.environment)
-            table = Epoch(1, deployment, {cell: winner for cell, winner, _, _ in made})
-            value = encode_epoch(table, {key.path: value for _, _, key, value in made})
-            if not epoch.publish(store, table, value, [tuner.environment.digest]):
-                raise StoreError(f"it takes no writes: {store.degraded or 'it is not durable'}")
-            rank.mark("published")
-        rank.wait("published")
-        for _ in range(repeats):
+        made = made_up(winners, tuner.environment) if rank.index == 0 else []
+        for number in range(1, repeats + 1):
+            if rank.index == 0:
+                table = Epoch(
+                    number, deployment, {cell: replace(winner, tactic_us=winner.tactic_us + number) for cell, winner, _, _ in made}
+                )
+                value = encode_epoch(table, {key.path: value for _, _, key, value in made})
+                if not epoch.publish(store, table, value, [tuner.environment.digest]):
+                    raise StoreError(f"it takes no writes: {store.degraded or 'it is not durable'}")
+                rank.mark(f"published-{number}")
+            rank.wait(f"published-{number}")
             time.sleep(_TICK_S - time.monotonic() % _TICK_S)
             began = time.perf_counter()
             adopted = tuner.reload()
             seconds.append(time.perf_counter() - began)
-            if not adopted or len(tuner.epoch.winners) != winners:
-                raise StoreError("the epoch did not come back")
+            if not adopted or (tuner.epoch.number, len(tuner.epoch.winners)) != (number, winners):
+                raise StoreError("the newest epoch did not come back")
     store.close()
     return seconds
 
