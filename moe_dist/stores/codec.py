@@ -18,6 +18,7 @@ thousands of ranks may read it from one server at once.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import zlib
@@ -248,6 +249,7 @@ def _microseconds(value: Any) -> float:
     return value
 
 
+@functools.lru_cache(maxsize=1024, typed=True)  # thousands of cells share a ladder; typed: True is not 1 here
 def _bucket(low: Any, high: Any) -> Bucket:
     if not 1 <= _typed(low, int) <= _typed(high, int):
         raise ValueError(f"{low}-{high} is no bucket")

@@ -92,8 +92,9 @@ class Problem:
         return hash(self.packed)  # bytes keep theirs; that of nested fields would be computed at each look into a table
 
     @classmethod
+    @functools.lru_cache(maxsize=1024)
     def from_packed(cls, packed: bytes) -> Problem:
-        """ValueError or TypeError: not the `packed` of a problem."""
+        """ValueError or TypeError: not the `packed` of a problem. Those of the last epoch are mostly those of the next: kept."""
         name, ((_, fields), (_, operation)) = unpack(packed)
         problem = cls(operation, fields)
         if name != cls.__name__ or type(operation) is not str or type(fields) is not tuple:
@@ -400,7 +401,8 @@ class Epoch:
         """Equal on all ranks exactly when they serve the same tactics for the same cells."""
         # Few problems and tactics, and many cells of them: each is put into its plain form once.
         problems = {packed: digest(packed) for packed in {cell.problem.packed for cell in self.winners}}
-        tactics = {id(winner.tactic): winner.tactic.to_plain() for winner in self.winners.values()}
+        used = {id(winner.tactic): winner.tactic for winner in self.winners.values()}
+        tactics = {name: tactic.to_plain() for name, tactic in used.items()}
         rows = [
             [problems[cell.problem.packed], cell.mode, cell.bucket.low, cell.bucket.high, tactics[id(winner.tactic)]]
             for cell, winner in self.winners.items()
