@@ -35,7 +35,7 @@ tune: $(VENV)/.core
 	$(BIN)/torchrun --standalone --nproc-per-node $(TUNE_RANKS) -m moe_dist.tune $(TUNE_ARGS)
 
 # Tests of a served engine run in environments of their own, which are installed while the other tests run: pip waits for the network, they
-# compute. pip says nothing unless it fails, and a failure of either ends `make test` with an error, once both are through.
+# compute. pip says nothing unless it fails; a failure of either ends `make test` with an error, after what has begun by then.
 test:
 	$(MAKE) -j 3 test-fast $(ENGINES)
 	$(MAKE) -j 1 test-sglang test-vllm
