@@ -12,6 +12,8 @@ from moe_dist.distributed.rendezvous import Rendezvous
 from moe_dist.errors import TunerStateError
 from moe_dist.process import Process
 
+_FREE = "free"  # not deleted: in between look and deletion another process may take the place over
+
 
 class Claim:
     """key: the place. what: how errors name it. Methods raise RendezvousLost as requests do."""
@@ -29,7 +31,7 @@ class Claim:
         in another container, is taken for gone: whoever is started last is the one that was meant.
         """
         former = None
-        while (held := self._rendezvous.settle(self._key, self._mine)) != self._mine:
+        while (held := self._take_if_free()) != self._mine:
             holder = _holder(held)
             if holder == self.process:
                 raise TunerStateError(f"{self._what} has an open tuner already; close that one first")
@@ -41,19 +43,25 @@ class Claim:
                 former = holder
         return former
 
+    def _take_if_free(self) -> str:
+        """Who holds the place then."""
+        held = self._rendezvous.settle(self._key, self._mine)
+        return self._rendezvous.settle(self._key, self._mine, instead_of=_FREE) if held == _FREE else held
+
     def lost_to(self) -> Process | None:
         """The process that has taken the place over since; None: none has."""
         if self._released:
             return None
         held = self._rendezvous.settle(self._key, self._mine, instead_of=self._mine)
+        if held == _FREE:  # who had it has closed since
+            held = self._take_if_free()
         return _holder(held) if held != self._mine else None
 
     def release(self) -> None:
         """Free the place for the next claim. Idempotent."""
         if not self._released:
             self._released = True
-            if self._rendezvous.holds(self._key) and self._rendezvous.get(self._key).decode() == self._mine:
-                self._rendezvous.delete(self._key)
+            self._rendezvous.settle(self._key, _FREE, instead_of=self._mine)
 
 
 def _holder(held: str) -> Process:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import json
 from collections.abc import Collection, Sequence
 
 import msgpack
@@ -31,13 +32,12 @@ class Verdict:
     ranks: tuple[int, ...] = ()
 
     def to_text(self) -> str:
-        """Hexadecimal: a compare and set takes text alone."""
-        packed: bytes = msgpack.packb([self.committed, self.error, self.message, list(self.ranks)])
-        return packed.hex()
+        """JSON: a compare and set takes text alone, and a rank that is out of memory can still make some: msgpack asks for 256 KiB first."""
+        return json.dumps([self.committed, self.error, self.message, self.ranks])
 
     @classmethod
     def from_text(cls, text: str) -> Verdict:
-        committed, error, message, ranks = msgpack.unpackb(bytes.fromhex(text))
+        committed, error, message, ranks = json.loads(text)
         return cls(committed, error, message, tuple(ranks))
 
     @property

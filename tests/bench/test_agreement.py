@@ -67,6 +67,7 @@ def fault(phase: str, name: str) -> Fault:
         ("measure", "killed in a collective", "reload"),
         ("measure", "late in a collective", "shard"),
         ("commit", "restarted alone", "reload"),
+        ("measure", "out of memory", "shard"),
     ],
 )
 def test_a_fault_ends_as_it_must(phase: str, name: str, strategy: str, request: pytest.FixtureRequest) -> None:

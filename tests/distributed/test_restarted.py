@@ -273,3 +273,23 @@ def test_of_two_that_come_at_once_one_has_the_place(make: Make) -> None:
     becomes(ranks[1], store)
     with another() as winner, pytest.raises(TunerStateError, match=f"in process {winner.pid} on host .*, which still runs"):
         again(make, _TakenBeside(store, place(ranks[1]), f"y {winner.to_text()}"), 1)
+
+
+def test_who_closes_frees_no_place_that_another_has_taken_over_meanwhile(make: Make) -> None:
+    """Whoever took the place is asked in the same request that frees it."""
+    store = HashStore()
+    (former,) = make(1, store, of=3, first=1)
+    far = dataclasses.replace(Process.this(), **ELSEWHERE)
+    store.set(place(former), f"x {far.to_text()}")
+    former.close()
+    assert store.get(place(former)).decode() == f"x {far.to_text()}"
+
+
+def test_who_was_replaced_by_one_that_has_closed_since_holds_its_place_again(make: Make) -> None:
+    store = HashStore()
+    ranks = make(3, store, progress=FOR_EVER_S, cap=FOR_EVER_S)
+    becomes(ranks[1], store, **ELSEWHERE)
+    again(make, store, 1).close()
+    assert results(together(ranks, one_pass)) == [[b"x"] * 3] * 3
+    with pytest.raises(TunerStateError, match="has an open tuner already"):
+        again(make, store, 1)
