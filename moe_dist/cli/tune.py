@@ -23,15 +23,17 @@ import torch.distributed as dist
 from moe_dist.backends.base import MoEProblem
 from moe_dist.backends.registry import usable_backends
 from moe_dist.cli.checks import positive, quiet_stores, require_writable, why_not_kept
+from moe_dist.cli.hosting import Hosted
 from moe_dist.cli.tune_report import Progress, TuneResult, count_diverged, print_summary, print_totals, write_json
 from moe_dist.config import DEFAULT_MAX_NUM_TOKENS, DTYPES
 from moe_dist.distributed.epoch import published
 from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT
 from moe_dist.distributed.layout import Layout, Place
+from moe_dist.distributed.rendezvous import store_of
 from moe_dist.errors import ConfigError, GroupError, StoreError, first_line
 from moe_dist.interop.hf_config import QUANT_NAMES, ModelShape, read_model
 from moe_dist.operation import MoEOperation, make_random_weights
-from moe_dist.settings import RankSettings, default_store, rank_settings
+from moe_dist.settings import RankSettings, default_store, job_settings, rank_settings
 from moe_dist.stores.base import Store
 from moe_dist.stores.layered import ReadOnlyStore, shared_layer
 from moe_dist.stores.open import open_store
@@ -319,9 +321,11 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
             interrupts.check()
         progress.update(event)
 
+    hosted: Hosted | None = None
     try:
         with _plain_signals():
             group = _process_group(job)
+            hosted = _hosted(job)
             try:
                 _require_a_store_that_keeps(job, group)
             except StoreError as error:
@@ -353,6 +357,8 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
             tuner.reload()  # what this deployment has tuned before stays in its table
             for at, bucket in enumerate(buckets):
                 result.reports.append(tuner.run_pass([bucket], ahead=buckets[at + 1 :]))
+                if hosted is not None:
+                    hosted.go_on()
                 interrupts.check()
                 progress.next_pass(result.reports[-1])
             try:
@@ -374,6 +380,9 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
     finally:
         result.seconds = time.monotonic() - started
         job.store.close()
+        if hosted is not None and interrupts.number is None:  # who interrupts ends all ranks
+            with contextlib.suppress(Interrupted):
+                hosted.end(job.complain)
     if result.exit_code == 0 and dist.is_initialized():
         dist.destroy_process_group()  # on any other end peers may be gone, and nobody waits for them
     return result
@@ -382,7 +391,7 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
 def _process_group(job: TuneJob) -> dist.ProcessGroup | None:
     """The ranks that run in step with this one; None: it is alone. Other stages and replicas are other groups, and nobody waits for them.
 
-    They meet in the launcher's store. Where there is none, as when ranks are started by hand, rank 0 serves it, and it ends with rank 0.
+    They meet in the launcher's store. Where there is none, as when ranks are started by hand, rank 0 serves it (`hosting.py`).
     """
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)
@@ -398,3 +407,16 @@ def _process_group(job: TuneJob) -> dist.ProcessGroup | None:
     # Made by its members alone: another stage may be long from here.
     group: dist.ProcessGroup = dist.new_group(ranks, timeout=job.arguments.cap, backend="gloo", use_local_synchronization=True)
     return group
+
+
+def _hosted(job: TuneJob) -> Hosted | None:
+    """None: the launcher serves the rendezvous, or all ranks are of one group, which ends together."""
+    size = len(job.place.group)
+    ranks = job.ranks.world_size - size
+    if not ranks or job_settings().agent:
+        return None
+    assert dist.group.WORLD is not None
+    return Hosted(
+        store_of(dist.group.WORLD), job.ranks.rank, job.ranks.rank // size, groups=ranks // size, ranks=ranks,
+        patience=job.arguments.cap, to_end=job.arguments.progress_timeout,
+    )  # fmt: skip

@@ -473,11 +473,12 @@ def test_survivor_of_a_killed_rank_ends_and_names_it(model: str, tmp_path: Path)
     assert "buckets were committed and stay" in said
 
 
-@pytest.mark.parametrize(("inside", "between", "name"), [("--ep", "--pp", "stage"), ("--tp", "--dp", "replica")])
-def test_a_stage_and_a_replica_wait_for_no_other(model: str, tmp_path: Path, inside: str, between: str, name: str) -> None:
+# launched: without a launcher rank 0 serves the rendezvous, and stays until the other group has ended.
+@pytest.mark.parametrize(("inside", "between", "name", "launched"), [("--ep", "--pp", "stage", True), ("--tp", "--dp", "replica", False)])
+def test_a_stage_and_a_replica_wait_for_no_other(model: str, tmp_path: Path, inside: str, between: str, name: str, launched: bool) -> None:
     stores = [tmp_path / f"store-{rank}" for rank in range(4)]  # each rank's own: what group 1 commits is seen apart, and nobody reuses it
     arguments = ["--model", model, inside, "2", between, "2", "--buckets", "1,2,3,4,5,6", "--store", f"{tmp_path}/store-$RANK"]
-    with started([*arguments, "--progress-timeout", "10"], size=4, launched=True) as ranks:
+    with started([*arguments, "--progress-timeout", "10"], size=4, launched=launched) as ranks:
         until(lambda: committed(stores[0]) and committed(stores[2]), [], "the first commit of both groups")
         ranks[3].kill()
         said, complained = ranks[0].communicate(timeout=DEADLINE_S)
@@ -487,6 +488,7 @@ def test_a_stage_and_a_replica_wait_for_no_other(model: str, tmp_path: Path, ins
         )
         theirs, complained = ranks[2].communicate(timeout=DEADLINE_S)
         assert ranks[2].returncode in (0, 1), "its own group ends too, lost or done before"
+    assert "rendezvous" not in complained, "which outlives rank 0's group"
     assert re.search(rf"^{name} 1: ", theirs)
     assert (ranks[2].returncode == 1) == (f"moe-dist: {name} 1: " in complained), "rank 2 speaks for a group without rank 0"
 
