@@ -293,3 +293,17 @@ def test_who_was_replaced_by_one_that_has_closed_since_holds_its_place_again(mak
     assert results(together(ranks, one_pass)) == [[b"x"] * 3] * 3
     with pytest.raises(TunerStateError, match="has an open tuner already"):
         again(make, store, 1)
+
+
+def test_a_group_that_was_dropped_without_being_closed_holds_no_place() -> None:
+    """As in a notebook, whose cell is run again: nobody is left who could close the former."""
+    store = HashStore()
+    groups = [RankGroup(store, rank, 2) for rank in range(2)]
+    assert results(together(groups, one_pass)) == [[b"x"] * 2] * 2
+    del groups
+    groups = [RankGroup(store, rank, 2) for rank in range(2)]
+    assert results(together(groups, one_pass)) == [[b"x"] * 2] * 2
+    with pytest.raises(TunerStateError, match="rank 0 of group 'group' has an open tuner already; close that one first"):
+        RankGroup(store, 0, 2)
+    for group in groups:
+        group.close()
