@@ -2,8 +2,8 @@
 
 The value of key a/b/c is ROOT/a/b/c+value; the suffix has a character that no key has, so a file never stands where another
 key needs a folder. A value is written to a temporary file beside it, synced, and renamed. A writer holds a lock on its
-temporary file, so a killed one's is told from a live one's, and is removed when a store is next attached. Only to this kernel's
-own writers does a lock prove that: on a mount that locks within each host alone (Lustre's localflock, NFS's local_lock) a live
+temporary file, so a killed one's is told from a live one's, and is removed when a store that may write is next attached. Only to
+this kernel's own writers does a lock prove that: on a mount that locks within each host alone (Lustre's localflock, NFS's local_lock) a live
 writer elsewhere seems to hold none. Its file names another mount, and goes once it is an hour older than one written now. Files
 that are not ours are never touched. The kernel bounds disk waits, we can't: a hard NFS mount whose server is gone blocks as it
 blocks everyone.
@@ -37,13 +37,14 @@ _NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ELOOP
 
 
 class FilesystemStore(DegradingStore):
-    """path: the directory; made at the first `put`."""
+    """path: the directory; made at the first `put`. sweep: remove what dead writers left; False where nothing may be written."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, sweep: bool = True) -> None:
         self._root = os.path.abspath(os.path.expanduser(path))
         super().__init__(Path(self._root).as_uri(), retry_after=_RETRY_AFTER)
         self._lasting: set[str] = set()  # folders that a crash leaves in place: this handle has synced their parents
-        self._sweep()
+        if sweep:
+            self._sweep()
 
     @property
     def journal_folder(self) -> str:
@@ -95,7 +96,7 @@ class FilesystemStore(DegradingStore):
             top = os.path.dirname(top)
         os.makedirs(folder, exist_ok=True)
         parent = folder
-        while len(parent) >= len(top):
+        while len(parent) >= len(top) and parent != os.path.dirname(parent):
             parent = os.path.dirname(parent)
             with contextlib.suppress(PermissionError):  # one that we can't read we did not write to
                 _sync_folder(parent)

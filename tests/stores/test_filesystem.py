@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_dist.errors import StoreError
+from moe_dist.stores import filesystem
 from moe_dist.stores.filesystem import SUFFIX, TEMPORARY, FilesystemStore
 from moe_dist.stores.open import open_store
 
@@ -53,6 +54,42 @@ def test_a_dead_writers_temporary_file_goes_at_the_next_attach_and_a_live_ones_s
     assert len(temporaries(tmp_path)) == 1
     assert FilesystemStore(tmp_path).list("") == []
     assert temporaries(tmp_path) == []
+
+
+@pytest.mark.parametrize("url", ["read-only:{}", "read-only:file://{}", "read-only:layered:{},memory:", "layered:memory:,read-only:{}"])
+def test_below_read_only_nothing_is_made_or_removed(url, tmp_path, monkeypatch):
+    """Neither a dead writer's temporary file goes, nor is the file system asked for its time, which takes a file."""
+    assert FilesystemStore(tmp_path).put("a/b", b"value")
+    Path(filesystem._new_temporary(str(tmp_path / "a"))).write_bytes(b"dead")
+    (tmp_path / "a" / f"{TEMPORARY}0123456789abcdef-elsewhere").write_bytes(b"a stranger's")
+    there, opened, real = sorted(tmp_path.rglob("*")), [], os.open
+
+    def watched(path, flags, *rest, **options):
+        opened.append(flags)
+        return real(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", watched)
+    store = open_store(url.format(tmp_path))
+    assert store.get("a/b") == b"value"
+    store.put("a/b", b"own")
+    store.delete("a/b")
+    assert sorted(tmp_path.rglob("*")) == there
+    assert opened
+    assert not any(flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR) for flags in opened)
+
+
+def test_the_root_of_all_folders(tmp_path, monkeypatch):
+    """It is its own parent, which ends the way up that is synced."""
+    synced = []
+
+    def sync(folder):
+        synced.append(folder)
+        assert len(synced) < 100
+
+    monkeypatch.setattr(filesystem, "_sync_folder", sync)
+    FilesystemStore("/", sweep=False)._make_lasting(str(tmp_path / "made"))
+    assert (tmp_path / "made").is_dir()
+    assert synced == [str(parent) for parent in (tmp_path, *tmp_path.parents)]
 
 
 def test_a_writer_whose_temporary_file_vanishes_writes_again(tmp_path, monkeypatch):
