@@ -143,7 +143,7 @@ class RedisAddress:
         import redis.backoff
         import redis.retry
 
-        from moe_dist.stores.seeds import Sentinels, connect_cluster
+        from moe_dist.stores.seeds import Sentinels, connect_cluster, connect_if_wanted
 
         seconds = self.timeout.total_seconds()
         # Said, since releases of redis-py before 6 take any trusted certificate, whatever host it is of.
@@ -156,21 +156,22 @@ class RedisAddress:
             **(tls if self.tls else {}),
         }
         login = {"username": self.user, "password": self.password}
+        wanted = {"redis_connect_func": connect_if_wanted}
         if self.path is not None:
             del common["socket_connect_timeout"]
-            return redis.Redis(unix_socket_path=self.path, db=self.db, **login, **common)
+            return redis.Redis(unix_socket_path=self.path, db=self.db, **login, **common, **wanted)
         if self.kind == "sentinel":
             sentinel_login = {"username": self.sentinel_user, "password": self.sentinel_password}
             watchers = Sentinels(self.hosts, sentinel_kwargs={**sentinel_login, **common})
-            return watchers.master_for(self.service, db=self.db, **login, **common)
+            return watchers.master_for(self.service, db=self.db, **login, **common, **wanted)
         if self.kind == "cluster":
             return connect_cluster(self.hosts, {**login, **common})
         ((host, port),) = self.hosts
-        return redis.Redis(host=host, port=port, db=self.db, **login, **common)
+        return redis.Redis(host=host, port=port, db=self.db, **login, **common, **wanted)
 
 
 class RedisStore(DegradingStore):
-    """connect: makes a client (redis.Redis or redis.RedisCluster), at the first use and after a failure to make one.
+    """connect: makes a client (redis.Redis or redis.RedisCluster), at the first use and after each failure: a cluster's asks all seeds anew.
 
     url: fit for logs. cluster: the client talks to a cluster, whose bulk reads stay within a slot. ttl: None: values stay.
     secrets: words that no message may hold. retry_after: how long a server that failed is left alone.
@@ -230,7 +231,7 @@ class RedisStore(DegradingStore):
         return found
 
     def _write(self, key: str, value: bytes) -> None:
-        self._call(lambda client: client.set(self._name(key), value, px=self._ttl_ms))
+        self._call(lambda client: _set(self._name(key), value, self._ttl_ms, client))
 
     def _remove(self, key: str) -> None:
         self._call(lambda client: client.delete(self._name(key)))
@@ -278,27 +279,35 @@ class RedisStore(DegradingStore):
         for attempt in range(_ATTEMPTS):
             if last is not None:
                 time.sleep(min(spread(0.05 * 2 ** (attempt - 1)), max(until_s - time.monotonic(), 0.0)))
+            client = self._client
             try:
-                if self._client is None:
-                    self._client = within(until_s - time.monotonic(), self._connect)
-                answer = within(until_s - time.monotonic(), functools.partial(command, self._client))
-                self._report()
-                return answer
-            except redis.ConnectionError as error:  # refused, reset, closed, loading, a wrong password
-                last = error
-            except (redis.TimeoutError, redis.exceptions.RedisClusterException, OSError) as error:
-                last = error
+                if client is None:
+                    client = self._client = within(until_s - time.monotonic(), self._connect)
+                answer = within(until_s - time.monotonic(), functools.partial(command, client))
             except GivenUp:
                 last = last or TimeoutError(f"no answer within {self._limit_s:g} s")
-                with contextlib.suppress(Exception):  # it ends what still waits; the client connects again when it is next used
-                    _hang_up(self._client)
+            except (redis.ConnectionError, redis.TimeoutError, redis.exceptions.RedisClusterException) as error:  # incl. a wrong password
+                last = error
             except redis.RedisError as error:  # the server answers, and says no: read-only, out of memory, no permission
                 raise Unavailable(self._words(error)) from None
+            except Exception as error:  # no route, no thread, no such answer, a connection closed by another thread
+                last = error
+            else:
+                self._report()
+                return answer
+            self._drop(client)
             self._report()
             if isinstance(last, redis.AuthenticationError) or time.monotonic() >= until_s:
                 break
         assert last is not None
         raise Unavailable(self._words(last), rest=True) from None
+
+    def _drop(self, client: Any) -> None:
+        """Have the next trip connect anew. It ends what still waits, and leaves it no connection that a later trip opens."""
+        if self._client is client:
+            self._client = None
+        with contextlib.suppress(Exception):
+            _hang_up(client)
 
     def _words(self, error: Exception) -> str:
         words = f"{type(error).__name__}: {error}"
@@ -319,15 +328,25 @@ def _hang_up(client: Any) -> None:
 def _scan_on(node: Any, cursor: int, pattern: str, client: Any) -> tuple[int, list[bytes]]:
     """One trip of a listing. node: of a cluster; None: the server is none."""
     if node is None:
-        told: tuple[int, list[bytes]] = client.scan(cursor, match=pattern, count=_CHUNK)
-        return told
-    cursors, names = client.scan(cursor, match=pattern, count=_CHUNK, target_nodes=node)
-    return cursors[node.name], names
+        at, names = client.scan(cursor, match=pattern, count=_CHUNK)
+    else:
+        cursors, names = client.scan(cursor, match=pattern, count=_CHUNK, target_nodes=node)
+        at = cursors[node.name]
+    if not isinstance(at, int) or not all(isinstance(name, bytes) for name in names):
+        raise TypeError("the answer to SCAN is none")
+    return at, names
 
 
 def _mget(names: list[str], client: Any) -> list[bytes | None]:
     values: list[bytes | None] = client.mget(names)
+    if len(values) != len(names) or not all(value is None or isinstance(value, bytes) for value in values):
+        raise TypeError("the answer to MGET is none")
     return values
+
+
+def _set(name: str, value: bytes, ttl_ms: int | None, client: Any) -> None:
+    if client.set(name, value, px=ttl_ms) is not True:
+        raise TypeError("the answer to SET is none")
 
 
 def _host_port(text: str, default_port: int) -> tuple[str, int]:

@@ -21,17 +21,50 @@ _TOLD = 3  # servers whose reasons a message has room for
 
 
 class GivenUp(Exception):
-    """The time is over; what was called may go on, and nobody hears of it."""
+    """The time is over; what was called may go on, and nobody hears of it. It connects to nobody any more."""
+
+
+class _Trip(threading.local):
+    """What this thread works for. given_up: None where that has no end."""
+
+    given_up: threading.Event | None = None
+
+
+_trip = _Trip()
+
+
+def check_wanted(connection: Any = None) -> None:
+    """redis.RedisError: this thread works for a trip that was given up. What it would still send may be older than what a later trip sent."""
+    if _trip.given_up is not None and _trip.given_up.is_set():
+        raise redis.RedisError("connected too late: the trip was given up")
+
+
+def connect_if_wanted(connection: Any) -> None:
+    """redis-py's `redis_connect_func`: what a connection that has just been made sends first."""
+    check_wanted()
+    connection.on_connect()
+    check_wanted()
 
 
 def within(limit_s: float, action: Callable[[], _T]) -> _T:
-    """What `action` returns or raises, called by a thread of its own. GivenUp: it has done neither after `limit_s`."""
+    """What `action` returns or raises, called by a thread of its own. GivenUp: it has done neither after `limit_s`, or there is no time."""
+    if limit_s <= 0:
+        raise GivenUp
     done: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
-    threading.Thread(target=_answer, args=(action, done.put), name="moe_dist-store", daemon=True).start()
+    given_up = threading.Event()
+
+    def begin() -> _T:
+        _trip.given_up = given_up
+        check_wanted()
+        return action()
+
+    threading.Thread(target=_answer, args=(begin, done.put), name="moe_dist-store", daemon=True).start()
     try:
-        value, error = done.get(timeout=max(limit_s, 0.0))
+        value, error = done.get(timeout=limit_s)
     except queue.Empty:
         raise GivenUp from None
+    finally:
+        given_up.set()
     try:
         if error is not None:
             raise error
@@ -53,7 +86,7 @@ def first_of(asked: Mapping[str, Callable[[], _T]], nobody: str) -> _T:
             name, value, error = done.get()
             if error is None:
                 return value  # type: ignore[return-value]
-            if not isinstance(error, (redis.RedisError, redis.exceptions.RedisClusterException, OSError)):
+            if not isinstance(error, Exception):
                 raise error
             errors[name] = error
         for error in errors.values():
@@ -101,6 +134,7 @@ def connect_cluster(seeds: Sequence[tuple[str, int]], options: dict[str, Any]) -
     """A client of the cluster that the first of `seeds` to answer belongs to."""
 
     def ask(host: str, port: int) -> Any:
-        return redis.cluster.RedisCluster(startup_nodes=[redis.cluster.ClusterNode(host, port)], **options)
+        seed = redis.cluster.ClusterNode(host, port)
+        return redis.cluster.RedisCluster(startup_nodes=[seed], redis_connect_func=check_wanted, **options)  # it calls `on_connect` itself
 
     return first_of({f"{host}:{port}": functools.partial(ask, host, port) for host, port in seeds}, "no seed of the cluster answers")

@@ -12,8 +12,11 @@ import time
 
 import pytest
 from redis_server import RedisServer
+from redis_urls import AT_ONCE
 
 from moe_dist.stores.open import open_store
+from moe_dist.stores.redis import RedisStore
+from moe_dist.stores.seeds import GivenUp, within
 
 
 @contextlib.contextmanager
@@ -31,6 +34,15 @@ def quicker_than(seconds):
     assert time.monotonic() - began < seconds
 
 
+def make_cluster_of(server):
+    """The server is all of it."""
+    with server.client() as node:
+        node.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+        until = time.monotonic() + 60
+        while node.execute_command("CLUSTER INFO")["cluster_state"] != "ok" and time.monotonic() < until:
+            time.sleep(0.02)
+
+
 @pytest.mark.parametrize("url", ["redis+sentinel://{hosts}/main", "redis+cluster://{hosts}"], ids=["sentinel", "cluster"])
 def test_fifty_silent_hosts_take_no_longer_than_one(url):
     with silent_hosts(50) as hosts:
@@ -43,11 +55,8 @@ def test_fifty_silent_hosts_take_no_longer_than_one(url):
 
 def test_one_that_answers_is_found_among_silent_ones(tmp_path):
     """In turn, each of them would take its whole timeout."""
-    with silent_hosts(5) as hosts, RedisServer("--cluster-enabled", "yes") as server, server.client() as node:
-        node.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
-        until = time.monotonic() + 60
-        while node.execute_command("CLUSTER INFO")["cluster_state"] != "ok" and time.monotonic() < until:
-            time.sleep(0.02)
+    with silent_hosts(5) as hosts, RedisServer("--cluster-enabled", "yes") as server:
+        make_cluster_of(server)
         store = open_store(f"redis+cluster://{hosts},127.0.0.1:{server.port}?timeout=30")
         with quicker_than(25):
             assert store.put("x/y", b"1")
@@ -77,6 +86,72 @@ def test_a_name_that_nobody_resolves(monkeypatch):
             assert store.degraded == "TimeoutError: no answer within 0.6 s"
     finally:
         ended.set()
+
+
+@pytest.mark.parametrize("kind", ["", "+sentinel", "+cluster"], ids=["plain", "sentinel", "cluster"])
+def test_a_trip_that_was_given_up_never_sends_what_it_carries(kind, tmp_path, monkeypatch):
+    """It waits for a resolver, and goes on when a newer value was acknowledged, and when a newer value was deleted."""
+    real, hold, go_on, held = socket.getaddrinfo, threading.Event(), threading.Event(), []
+
+    def resolve(*args, **options):
+        if hold.is_set():
+            held.append(threading.current_thread())
+            go_on.wait(120)
+        return real(*args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(RedisServer(*(["--cluster-enabled", "yes"] if kind == "+cluster" else [])))
+        url = f"redis{kind}://127.0.0.1:{server.port}"
+        if kind == "+cluster":
+            make_cluster_of(server)
+        elif kind == "+sentinel":
+            (tmp_path / "sentinel.conf").write_text(f"sentinel monitor main 127.0.0.1 {server.port} 1\n")
+            sentinel = stack.enter_context(RedisServer(str(tmp_path / "sentinel.conf"), "--sentinel", mode="sentinel"))
+            url = f"redis{kind}://127.0.0.1:{sentinel.port}/main"
+        patient = open_store(f"{url}?timeout=30")
+        for late in (lambda store: store.put("x/y", b"late"), lambda store: store.delete("x/y")):
+            store = RedisStore.from_url(f"{url}?timeout=0.3", retry_after=AT_ONCE)
+            until = time.monotonic() + 60
+            while not store.put("x/y", b"first") and time.monotonic() < until:
+                pass
+            with server.client() as node:
+                node.execute_command("CLIENT", "KILL", "TYPE", "normal")
+            assert patient.put("x/y", b"second")
+            hold.set()
+            late(store)
+            hold.clear()
+            assert store.degraded
+            assert held
+            assert patient.put("x/y", b"newest")
+            go_on.set()
+            for thread in held:
+                thread.join(60)
+                assert not thread.is_alive()
+            assert patient.get("x/y") == b"newest"
+            held.clear()
+            go_on.clear()
+
+
+def test_what_has_no_time_is_not_begun():
+    begun = []
+    for limit_s in (0.0, -1.0):
+        with pytest.raises(GivenUp):
+            within(limit_s, lambda: begun.append(1))
+    assert within(60.0, lambda: begun) == []
+
+
+def test_a_cluster_that_is_gone_is_looked_for_at_every_seed():
+    """At those, too, that were no part of it when the client was made."""
+    with RedisServer("--cluster-enabled", "yes") as first, RedisServer("--cluster-enabled", "yes") as second:
+        make_cluster_of(first)
+        url = f"redis+cluster://127.0.0.1:{first.port},127.0.0.1:{second.port}?timeout=20"
+        store = RedisStore.from_url(url, retry_after=AT_ONCE)
+        assert store.put("x/y", b"1")
+        first.stop()
+        make_cluster_of(second)
+        assert store.put("x/y", b"2")
+        assert open_store(url).get("x/y") == b"2"
 
 
 def test_an_answer_that_comes_by_drops(caplog):

@@ -249,3 +249,53 @@ def test_a_strange_server(reply, caplog, no_secret):
         assert store.list("x") == ["x/y"]
         assert SECRET not in repr(store) + store.degraded
         assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "reply"),
+    [
+        ("", b":1\r\n"),  # a number, where bytes, a word or a list is due
+        ("", b"$-1\r\n"),  # nothing
+        ("", b"*1\r\n$1\r\nx\r\n"),  # a list, too short for a listing
+        ("+sentinel", b"*1\r\n*2\r\n$4\r\nname\r\n$1\r\nm\r\n"),  # a master without an address
+        ("+sentinel", b":1\r\n"),
+        ("+cluster", b"*1\r\n*0\r\n"),  # slots of nobody
+    ],
+    ids=["number", "nothing", "short list", "sentinel", "sentinel number", "cluster"],
+)
+def test_an_answer_of_a_wrong_kind_reaches_no_caller(kind, reply):
+    with fake_server(reply) as port:
+        url = f"redis{kind}://127.0.0.1:{port}" + ("/main" if kind == "+sentinel" else "")
+        store = RedisStore.from_url(f"{url}?timeout=0.05", retry_after=AT_ONCE)
+        assert store.list("x") == []
+        assert store.degraded
+        assert not store.put("x/y", b"1")
+        assert store.get_many(["x/y", "x/z"]) == {"x/y": b"1"}
+
+
+def test_a_process_that_can_start_no_thread_goes_on_in_memory(monkeypatch, caplog):
+    """At its limit of threads, or at its end."""
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "moe_dist-store":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    store = open_store("redis://127.0.0.1:1")
+    assert not store.put("x/y", b"1")
+    assert store.degraded == "RuntimeError: can't start new thread"
+    assert store.get("x/y") == b"1"
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_a_progress_callback_that_raises_is_the_callers_own():
+    """What is swallowed is the server's, not the word of who waits."""
+    store = RedisStore(lambda: None, url="redis://fake")
+
+    def stop():
+        raise ValueError("stop")
+
+    with store.reporting(stop), pytest.raises(ValueError, match="stop"):
+        store.get("x/y")
