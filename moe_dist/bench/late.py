@@ -21,6 +21,7 @@ from moe_dist.distributed.rendezvous import Rendezvous
 T = TypeVar("T")
 
 _STACK_BYTES = 512 << 10  # of a rank's thread: thousands of them have room
+_VERSION = "0.10.0+0123abcd"  # part of every key, so that the bytes don't depend on which release counts them, or on how it was installed
 
 
 @dataclasses.dataclass
@@ -40,11 +41,11 @@ def late_step(words: Sequence[bytes], combine: Callable[[list[bytes]], bytes], l
     size = len(words)
     time = _Time(size)
     views = [_View(HashStore() if rank == 0 else None, time, rank, 1 / requests_per_s) for rank in range(size)]
-    deadlines = {"progress_timeout": timedelta(hours=1), "cap": timedelta(hours=1)}
+    settings: dict[str, Any] = {"version": _VERSION, "progress_timeout": timedelta(hours=1), "cap": timedelta(hours=1)}
     groups = []
     for view in views:
         view.store = views[0].store
-        groups.append(_Group(view, view.rank, size, **deadlines))
+        groups.append(_Group(view, view.rank, size, **settings))
     for group in groups:
         group.begin_pass("run_pass")
     ended = [0.0] * size
