@@ -28,9 +28,11 @@ def test_attaching_and_reloading_from_every_store_holds_its_bar() -> None:
     }
 
 
-def test_taking_all_entries_apart_as_well_would_still_be_inside_the_bar_of_attaching() -> None:
+def test_which_stores_would_be_inside_the_bar_of_attaching_if_all_entries_were_taken_apart_as_well() -> None:
+    """More than the bar asks: an entry is taken apart when it is hit."""
     rows = [row for row in KEPT["stores"] if row["what"] == "attach"]
-    assert all(row["median_s"] + row["decode_s"] < row["limit_s"] for row in rows)
+    inside = {row["store"]: row["median_s"] + row["decode_s"] < row["limit_s"] for row in rows}
+    assert inside == {"file": True, "redis": True, "layered": False}  # 0.505 s of 0.5
 
 
 def test_it_is_said_whether_other_work_could_take_the_cores() -> None:
