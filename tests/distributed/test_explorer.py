@@ -11,7 +11,8 @@ import dataclasses
 from typing import Any
 
 import pytest
-from distributed.explorer import Explorer, Scenario, Violation, replace_in_code, stored
+from distributed.explored_rank import Scenario, Violation, stored
+from distributed.explorer import Explorer, replace_in_code
 
 from moe_dist.distributed import converge, plan
 from moe_dist.distributed import group as group_module
