@@ -202,7 +202,7 @@ def struck_rank(rank: Rank, fault: Fault | None, strategy: str, url: str) -> dic
             if (called := _call(rank, tuner, base)) != "served":
                 raise RuntimeError(f"without a fault a collective call was {called}")
             return {"digest": tuner.epoch.digest, "ending": UNTUNED if any(row.winner is None for row in report.rows) else AGREED}
-        with _remembered(group) as said:
+        with remembered(group) as said:
             tuner.reload()  # what is served while the fault strikes
         (rank.folder / f"served-{rank.index}").write_text(tuner.epoch.digest)
         costs = dict(COSTS)
@@ -243,8 +243,8 @@ def struck_rank(rank: Rank, fault: Fault | None, strategy: str, url: str) -> dic
 
 
 @contextlib.contextmanager
-def _remembered(group: RankGroup) -> Iterator[dict[str, Any]]:
-    """What this rank says in the block, but for how far it is."""
+def remembered(group: RankGroup) -> Iterator[dict[str, Any]]:
+    """What this rank says in the block, by key, but for how far it is."""
     rendezvous, said = group._rendezvous, dict[str, Any]()
     say = rendezvous.set
 

@@ -35,14 +35,14 @@ class Hosted:
             with contextlib.suppress(RuntimeError, OSError):  # rank 0 is gone, and nobody counts
                 self._store.add("passes", 1)
 
-    def end(self, say: Callable[[str], None]) -> None:
-        """This rank needs the rendezvous no more. In rank 0: returns when nobody does, or patience is over."""
+    def end(self, say: Callable[[str], None], *, wait: bool = True) -> None:
+        """This rank needs the rendezvous no more. In rank 0: returns when nobody does, or patience is over, or at once without `wait`."""
         if self._group:
             with contextlib.suppress(RuntimeError, OSError):
                 self._store.add("ranks", 1)
                 if self._store.add(f"group-{self._group}", 1) == 1:
                     self._store.add("groups", 1)
-        if self._rank != 0:
+        if self._rank != 0 or not wait:
             return
         before, since, said = (0, 0, 0), time.monotonic(), False
         while (now := self._counts())[0] < self._ranks:
@@ -51,11 +51,13 @@ class Hosted:
             stood_s, left = time.monotonic() - since, self._ranks - now[0]
             patience_s = self._to_end_s if now[1] == self._groups else self._patience_s
             if stood_s > patience_s:
-                say(f"{left} ranks of other groups have not moved for {patience_s:.0f} s; this process, which serves the rendezvous, ends")
+                say(
+                    f"other groups: {left} of {self._ranks} ranks have not moved for {patience_s:g} s; this process ends, and the rendezvous with it"
+                )
                 return
             if stood_s > _SAID_AFTER_S and not said:
                 said = True
-                say(f"this process serves the rendezvous: it waits for {left} ranks of other groups to end")
+                say(f"this process serves the rendezvous: it stays for {left} of the {self._ranks} ranks of other groups")
             time.sleep(_POLL_S)
 
     def _counts(self) -> tuple[int, int, int]:

@@ -380,9 +380,9 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
     finally:
         result.seconds = time.monotonic() - started
         job.store.close()
-        if hosted is not None and interrupts.number is None:  # who interrupts ends all ranks
+        if hosted is not None:
             with contextlib.suppress(Interrupted):
-                hosted.end(job.complain)
+                hosted.end(job.complain, wait=interrupts.number is None)  # who interrupts rank 0 wants it to end
     if result.exit_code == 0 and dist.is_initialized():
         dist.destroy_process_group()  # on any other end peers may be gone, and nobody waits for them
     return result

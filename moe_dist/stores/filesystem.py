@@ -3,10 +3,10 @@
 The value of key a/b/c is ROOT/a/b/c+value; the suffix has a character that no key has, so a file never stands where another
 key needs a folder. A value is written to a temporary file beside it, synced, and renamed. A writer holds a lock on its
 temporary file, so a killed one's is told from a live one's, and is removed when a store that may write is next attached. Only to
-this kernel's own writers does a lock prove that: on a mount that locks within each host alone (Lustre's localflock, NFS's local_lock) a live
-writer elsewhere seems to hold none. Its file names another mount, and goes once it is an hour older than one written now. Files
-that are not ours are never touched. The kernel bounds disk waits, we can't: a hard NFS mount whose server is gone blocks as it
-blocks everyone.
+this kernel's own writers does a lock prove that: on a mount that locks within each host alone (Lustre's localflock, NFS's
+local_lock) a live writer elsewhere seems to hold none. Its file names another mount, and goes once it is an hour older than one
+written now. Files that are not ours are never touched. The kernel bounds disk waits, we can't: a hard NFS mount whose server is
+gone blocks as it blocks everyone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
+from moe_dist.process import boot_id
 from moe_dist.stores.base import MAX_VALUE_BYTES, SEGMENT
 from moe_dist.stores.degrade import DegradingStore, Unavailable
 
@@ -31,7 +32,6 @@ TEMPORARY = ".moe-dist-tmp-"
 _ATTEMPTS = 3  # how often a folder or a temporary file may vanish under one write
 _RETRY_AFTER = timedelta(seconds=30)  # until a disk that was full is asked again to take what was kept; a `put` always asks it
 _DEAD_AGE_S = 3600.0  # where a lock proves nothing, a temporary file this old has no live writer
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ELOOP}  # no file, or no file of ours: a plain miss
 
@@ -241,10 +241,7 @@ def _mount(folder: str) -> str:
 
 @functools.cache
 def _boot_id() -> str:
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return uuid.uuid4().hex  # a system that says none: only this process is known to be on this host
+    return boot_id() or uuid.uuid4().hex  # where none is known, only this process is known to be on this host
 
 
 def _now_s(folder: str) -> float:

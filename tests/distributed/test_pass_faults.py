@@ -26,6 +26,7 @@ from distributed.passes import (
 from fakes import FakeOperation
 from ranks import Rank, Ranks, run_ranks, wait_for
 
+from moe_dist.bench.struck import remembered
 from moe_dist.errors import GroupError, PassAborted
 from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.tuning import tune_pass
@@ -212,18 +213,10 @@ def test_late_words_of_a_former_pass_change_nothing_in_any_phase(strategy: str, 
 def hears_late_words(rank: Rank, strategy: str, step: str) -> Any:
     """In its second pass rank 1 repeats all that it said in the first one, its end too, before it says its word of `step`."""
     with make_tuner(rank, strategy, ladder=BucketLadder((1,))) as tuner:
-        rendezvous, said = tuner.group._rendezvous, {}
-        say = rendezvous.set
-
-        def remember(key: str, value: Any) -> None:
-            if "/progress/" not in key:
-                said[key] = value
-            say(key, value)
-
-        rendezvous.set = remember  # type: ignore[method-assign]
+        rendezvous = tuner.group._rendezvous
         tuner.record(FakeOperation("a", COSTS))
-        tuner.run_pass()
-        former = dict(said)
+        with remembered(tuner.group) as former:
+            tuner.run_pass()
         assert former, "a rank that said nothing has nothing to repeat"
         tuner.record(FakeOperation("b", COSTS))
         meet = tuner.group._meet
@@ -231,7 +224,7 @@ def hears_late_words(rank: Rank, strategy: str, step: str) -> Any:
         def late(at: str, word: bytes, conclude: Any) -> bytes:
             if rank.index == 1 and (at == step or (at == "reload-published" and step.startswith("measure"))):
                 for key, value in former.items():
-                    say(key, value)
+                    rendezvous.set(key, value)
                 # As a verdict is said: the leader may not have read the first pass's yet.
                 rendezvous._store.compare_set(f"{tuner.group._base}/1/verdict", "", "late")
                 rank.mark("late")

@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import vllm_tiny
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -13,3 +14,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("engine") and Path(__file__).parent in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed here; run make test-vllm"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small MoE model, drawn."""
+    return vllm_tiny.save_plain(tmp_path_factory.mktemp("models") / "plain")

@@ -23,11 +23,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]  # of a machine whe
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vllm_tiny.save_plain(tmp_path_factory.mktemp("models") / "plain")
-
-
-@pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ahead")
 

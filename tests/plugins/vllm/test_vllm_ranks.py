@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm_tiny
 from vllm_engines import LEAST_CALLS, Drive, driver, executed, passed, summaries
 
 from moe_dist.serving import stored_epochs
@@ -22,11 +21,6 @@ STARTUP_S = 100  # of the engines that fail: their passes may take half of it
 @pytest.fixture(scope="module")
 def drive(tmp_path_factory: pytest.TempPathFactory) -> Drive:
     return driver(lambda: tmp_path_factory.mktemp("engine"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vllm_tiny.save_plain(tmp_path_factory.mktemp("models") / "plain")
 
 
 @pytest.fixture(scope="module")
