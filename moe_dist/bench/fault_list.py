@@ -17,6 +17,7 @@ EPOCH = "epoch"  # no step: the leader has published the entries, and is about t
 
 AGREED = "agreed"
 UNTUNED = "agreed, untuned"  # no candidate was timed on all ranks, so all run the default
+BY_GLOO = "served by gloo"  # no outcome of a fault: nothing that is served talks through shared memory
 KEPT = "agreed, not reloaded"  # all keep the epoch that they serve
 
 

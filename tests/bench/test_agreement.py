@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_dist.bench import agreement, faults, report, server
-from moe_dist.bench.fault_list import DEADLINE_S, FAULTS, Fault
+from moe_dist.bench.fault_list import AGREED, BY_GLOO, DEADLINE_S, FAULTS, Fault
+from moe_dist.bench.ranks import Outcome
 from moe_dist.cli import bench
 from moe_dist.cli.main import main
 from moe_dist.errors import ConfigError
@@ -93,6 +95,38 @@ def test_rows_come_in_order_however_many_are_made_at_once() -> None:
     assert [row["fault"] for row in rows] == ["killed", "leaves by an exception"]
     assert [row["outcome"] for row in rows] == ["RankLost(1)", "RankWithdrawn(1)"]
     assert [line.split(", ")[1] for line in said] == ["fault killed", "fault leaves by an exception"]
+
+
+# What attempts at a row come to, and how many are made: only what a stall has spoiled is tried again, and not for ever.
+@pytest.mark.parametrize(("came", "attempts"), [(["served"], 1), ([BY_GLOO, "refused", "served"], 2), ([BY_GLOO] * 4, 3)])
+def test_a_row_whose_ranks_were_left_with_gloo_is_made_again(came: list[str], attempts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = list(came)
+    monkeypatch.setattr(faults, "_serve_first", lambda folder, strategy: "")
+    monkeypatch.setattr(faults, "_row", lambda *given: {"collective": left.pop(0)})
+    (row,) = faults.fault_table([fault("agree", "late")], ["reduce"])
+    assert (row["collective"], len(came) - len(left)) == (came[attempts - 1], attempts)
+
+
+@pytest.mark.parametrize(
+    ("came", "attempts"), [([AGREED], 1), ([BY_GLOO, AGREED], 2), ([BY_GLOO] * 4, 3), (["agreed, untuned", AGREED], 1)]
+)
+def test_an_epoch_with_gloo_is_tuned_again_from_nothing(
+    came: list[str], attempts: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found: list[bool] = []
+
+    def run_ranks(*given: Any, deadline: float) -> list[Outcome]:
+        found.append((tmp_path / "store").exists())
+        (tmp_path / "store").mkdir(exist_ok=True)
+        return [Outcome(value={"digest": "d", "ending": came[len(found) - 1]})] * 3
+
+    monkeypatch.setattr(faults, "run_ranks", run_ranks)
+    if came[attempts - 1] == AGREED:
+        assert faults._serve_first(tmp_path, "reduce") == str(tmp_path / "store")
+    else:
+        with pytest.raises(RuntimeError, match=f"without a fault the ranks ended {came[attempts - 1]} under reduce"):
+            faults._serve_first(tmp_path, "reduce")
+    assert found == [False] * attempts
 
 
 def test_what_a_collective_call_must_come_to_after_a_fault() -> None:
