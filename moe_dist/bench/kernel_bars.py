@@ -17,6 +17,7 @@ from moe_dist.bench.peers import DEEP_GEMM_TOKENS, SONICMOE_TOKENS
 from moe_dist.errors import ConfigError
 
 VLLM = ("vllm_triton", "vllm_deepgemm")
+SGLANG = "sglang_triton"
 SONICMOE, SONICMOE_FROM = "sonicmoe", 4096
 LEAST_RATIO = 0.98
 MEAN_RATIO = {"bf16": 1.20, "fp8": 1.25}
@@ -55,7 +56,7 @@ class Bar:
 
 
 def bars(rows: Rows, tuning: Rows) -> list[Bar]:
-    """The issue's bars, over whatever cells there are."""
+    """The bars of our kernels, over whatever cells there are; those against SGLang only where it was a peer: it stands in a table of its own."""
     found = []
     for dtype in sorted({row["dtype"] for row in rows}):
         best = best_peers(rows, dtype, "cuda_graph", VLLM)
@@ -93,6 +94,9 @@ def bars(rows: Rows, tuning: Rows) -> list[Bar]:
                 "; ".join(errors[:3]),
             )
         )
+        if against := {cell: row["ratio"] for cell, row in best_peers(rows, dtype, "cuda_graph", (SGLANG,)).items()}:
+            found.append(_least(f"{dtype}: every graph cell against SGLang", against, LEAST_RATIO))
+            found.append(_mean(f"{dtype}: geometric mean against SGLang", against.values(), MEAN_RATIO[dtype]))
     sonic = {cell: row["ratio"] for cell, row in best_peers(rows, "bf16", "cuda_graph", (SONICMOE,)).items() if cell[1] >= SONICMOE_FROM}
     found.append(_least(f"bf16: every graph cell of {SONICMOE_FROM} tokens and more against SonicMoE", sonic, SONICMOE_RATIO))
     for name, limit in (("cold", COLD_S), ("warm", WARM_S)):

@@ -316,6 +316,21 @@ def test_a_mean_below_its_bar_is_told_though_no_cell_loses() -> None:
     assert held["fp8: geometric mean over the graph cells"] is False
 
 
+def test_sglang_is_judged_where_it_was_a_peer_and_by_its_own_cells_alone() -> None:
+    rows, tuning = made_up()
+    assert [bar.name for bar in kernel_bars.bars(rows, tuning) if "SGLang" in bar.name] == []
+    rows = [row | {"peer": "sglang_triton"} for row in rows if row["peer"] == "vllm_triton"]
+    assert kernel_bars.objections(rows, tuning, JUDGED, {"sglang_triton": ["bf16", "fp8"]}) == []
+    slow = next(row for row in rows if (row["dtype"], row["mode"], row["tokens"]) == ("fp8", "cuda_graph", 64))
+    slow |= {"peer_us": 9.7, "ratio": 0.97}
+    assert {bar.name: (bar.holds, bar.value) for bar in kernel_bars.bars(rows, tuning) if "against" in bar.name and bar.value} == {
+        "bf16: every graph cell against SGLang": (True, 1.5),
+        "bf16: geometric mean against SGLang": (True, pytest.approx(1.5)),
+        "fp8: every graph cell against SGLang": (False, 0.97),
+        "fp8: geometric mean against SGLang": (False, pytest.approx((1.5 * 0.97) ** 0.5)),
+    }
+
+
 def test_host_and_tuning_times_are_judged_by_the_worst_shape() -> None:
     rows, tuning = made_up()
     rows[-1]["ours_host_us"] = 61.0
