@@ -1,17 +1,21 @@
 """Models small enough to serve on two CPU cores, written by hand: Qwen3-MoE with 2 layers, 8 experts, top-2, in float32.
 
-Weights are drawn wide (deviation 0.15), so that logits differ by far more than rounding and greedy tokens can be compared.
+Weights are drawn wide, so that logits differ by far more than rounding and greedy tokens can be compared.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 LAYERS, HIDDEN, EXPERTS, TOP_K, INTERMEDIATE, VOCAB = 2, 128, 8, 2, 64, 512
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
+DEVIATION = 0.15
+FP8 = torch.float8_e4m3fn
 BLOCK = (64, 64)  # both sizes are multiples, for one TP rank
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -43,7 +47,7 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * 0.15
+        return torch.randn(*shape, generator=generator) * DEVIATION
 
     out = {
         "model.embed_tokens.weight": draw(VOCAB, HIDDEN),
@@ -91,24 +95,54 @@ def save_plain(folder: Path, seed: int = 0) -> Path:
     return save(folder, weights(seed))
 
 
-def save_block_fp8(quantised: Path, dequantised: Path, seed: int = 0) -> tuple[Path, Path]:
-    """The experts in fp8 with one fp32 scale a block, all else in float32; and the model that those numbers mean."""
-    stored, meant = {}, {}
+def save_fp8(folder: Path, forms: Sequence[str], seed: int = 0) -> dict[str, Path]:
+    """Models whose experts are fp8 by "block", "tensor" or "channel", all else in float32; and "copy", what the numbers of each of them mean.
+
+    They mean the same numbers. A scale is `scale` times a power of two that is drawn for each block, channel or matrix, by which the fp8
+    numbers are divided: they stay exact, gate and up of one expert can share the larger of their scales, as vLLM makes them do, and a scale
+    that is used for its neighbour is off by 2 to 8.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    scale = 5 * DEVIATION / torch.finfo(FP8).max  # no weight is drawn further out
+    stored: dict[str, dict[str, torch.Tensor]] = {form: {} for form in (*forms, "copy")}
     for name, tensor in weights(seed).items():
         if ".experts." not in name:
-            stored[name] = meant[name] = tensor
+            for model in stored.values():
+                model[name] = tensor
             continue
-        rows, columns = tensor.shape[0] // BLOCK[0], tensor.shape[1] // BLOCK[1]
-        blocks = tensor.view(rows, BLOCK[0], columns, BLOCK[1])
-        scale = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
-        small = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-        stored[name] = small.view(tensor.shape)
-        stored[name.replace("weight", "weight_scale_inv")] = scale
-        meant[name] = (small.float() * scale[:, None, :, None]).view(tensor.shape)
+        small = (tensor / scale).to(FP8).float()
+        small[small.abs() < 2.0**-3] = 0  # an eighth of what is left is no subnormal number
+        stored["copy"][name] = small * scale
+        rows, columns = tensor.shape
+        for form in forms:
+            shape = {"block": (rows // BLOCK[0], columns // BLOCK[1]), "channel": (rows, 1), "tensor": (1, 1)}[form]
+            times = 2.0 ** torch.randint(0, 4, shape, generator=generator)
+            spread = times.repeat_interleave(rows // shape[0], 0).repeat_interleave(columns // shape[1], 1)
+            stored[form][name] = (small / spread).to(FP8)
+            assert torch.equal(stored[form][name].float() * spread, small)
+            scales = name.replace("weight", "weight_scale_inv" if form == "block" else "weight_scale")
+            stored[form][scales] = (scale * times).view(()) if form == "tensor" else scale * times
     dense = [f"model.layers.{layer}.{part}" for layer in range(LAYERS) for part in
-             ("mlp.gate", *(f"self_attn.{name}_proj" for name in "qkvo"))]  # fmt: skip
-    quantization = {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK), "modules_to_not_convert": [*dense, "lm_head"],
-    }  # fmt: skip
-    save(quantised, stored, quantization_config=quantization)
-    return quantised, save(dequantised, meant)
+             ("mlp.gate", *(f"self_attn.{name}_proj" for name in "qkvo"))] + ["lm_head"]  # fmt: skip
+    by_fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": dense}
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**fp8, "strategy": "channel", "dynamic": False},
+        "input_activations": {**fp8, "strategy": "token", "dynamic": True},
+    }
+    configs: dict[str, dict[str, Any]] = {
+        "block": {**by_fp8, "weight_block_size": list(BLOCK)},
+        "tensor": by_fp8,
+        "channel": {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "ignore": dense,
+            "config_groups": {"group_0": group},
+        },
+    }
+    return {
+        form: save(folder / form, tensors, **({"quantization_config": configs[form]} if form in configs else {}))
+        for form, tensors in stored.items()
+    }

@@ -5,6 +5,7 @@ count of every call to a file named by its pid. WITNESS_FAULT: "RANK:exit" or "R
 which it says with the time.
 WITNESS_GATHER: vLLM's communicator for CPUs gets the two collectives that it lacks, of parts of unlike sizes, which data parallelism needs.
 WITNESS_STAGES: later stages of a pipeline get the buffers that vLLM makes in a profile run, which it leaves out for eager engines on a CPU.
+WITNESS_QUANTISE: vLLM gets the operator that quantises to fp8, which its CPU build only names: it merges gate's and up's scales of a tensor with it.
 While they are set, for engines that share a process with others: WITNESS_REFUSE: our experts say of every layer that they don't serve it.
 WITNESS_EPLB: vLLM thinks that a CPU can move experts between ranks, which it refuses by itself. WITNESS_NATIVE: vLLM's own experts for every
 layer are then `PlainExperts`, since those that it has for a CPU lay weights out anew.
@@ -40,6 +41,8 @@ def register() -> None:
         _after("vllm.distributed.device_communicators.cpu_communicator", _give_uneven_collectives)
     if os.environ.get("WITNESS_STAGES"):
         _after("vllm.v1.worker.gpu_model_runner", _make_stage_buffers)
+    if os.environ.get("WITNESS_QUANTISE"):
+        _after("vllm._custom_ops", _quantise_to_fp8)
     _after("moe_dist_vllm.experts", _refuse_layers)
     _after("vllm.config.parallel", _allow_eplb)
     _after("moe_dist_vllm.native", _give_plain_experts)
@@ -83,6 +86,16 @@ def _make_stage_buffers(module: Any) -> None:
         return gather(self, *args, **kwargs)
 
     module.GPUModelRunner.sync_and_gather_intermediate_tensors = gather_into
+
+
+def _quantise_to_fp8(module: Any) -> None:
+    import torch
+
+    def scaled_fp8_quant(input: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        most = torch.finfo(torch.float8_e4m3fn).max
+        return (input.float() / scale).clamp(-most, most).to(torch.float8_e4m3fn), scale
+
+    module.scaled_fp8_quant = scaled_fp8_quant
 
 
 def _refuse_layers(module: Any) -> None:
