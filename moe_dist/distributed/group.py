@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -85,7 +85,7 @@ class RankGroup:
         `RendezvousLost` names the rank.
     version: of the code that speaks, None: this one's. Equal on all ranks, also where environments may differ: everyone concludes
         the same from the same words only by the same code. Those of another never read each other's words, and whoever waits for
-        one raises `SettingsDiffer`.
+        one raises `SettingsDiffer`; who waits for one that was started again as another, `RankLost` with both versions.
     progress_timeout: a rank is lost when it neither answers nor progresses for so long. cap: the same for a whole pass.
     """
 
@@ -115,13 +115,10 @@ class RankGroup:
         self._dead: str | None = None
         self._rendezvous = self._connect(store, host)
         self._progress_timeout, self._cap = progress_timeout.total_seconds(), cap.total_seconds()
-        # Where every release says what it is, however its other words are made and wherever they lie.
-        version = version or code_version()
-        self._versions, self._one_version = f"{scope}/version", size == 1
-        if size > 1:
-            self._rendezvous.set(f"{self._versions}/{rank}", version)
-        self._scope = f"{scope}/{version}"
-        self._claim = Claim(self._rendezvous, f"{self._scope}/claim/{rank}", f"rank {rank} of group {scope!r}")
+        self._version = version or code_version()
+        # Where every release says what it is, and who is which rank, however its other words are made and wherever they lie.
+        self._root, self._versions, self._one_version = scope, f"{scope}/version", size == 1
+        self._claim = Claim(self._rendezvous, f"{scope}/claim/{rank}", f"rank {rank} of group {scope!r}")
         self._attachment = 0  # taken with the first pass
         self._missed: Verdict | None = None
         self._pass = 0
@@ -139,6 +136,8 @@ class RankGroup:
         try:
             if (former := self._claim.take()) is not None:
                 self._end_for(former)
+            if size > 1:  # only then: whoever is killed before leaves the next one the same to end
+                self._rendezvous.set(f"{self._versions}/{rank}", self._version)
         except TuningError:
             self._rendezvous.close()
             raise
@@ -219,8 +218,13 @@ class RankGroup:
             verdict = f"{self._base}/1/{_VERDICT}"
             if self._rendezvous.holds(verdict):
                 ended = Verdict.from_text(self._rendezvous.get(verdict).decode())
-                if ended.error == "RankLost" and self.names[self.rank] in ended.ranks:
+                if ended.error == RankLost.__name__ and self.names[self.rank] in ended.ranks:
                     self._missed, self._attachment = ended, 0
+                elif ended.error == SettingsDiffer.__name__ and len(set(self._said_versions())) == 1:
+                    # Concluded when this rank, or another, was of another version. Who goes on there would wait for it in vain.
+                    message = "all ranks run the same moe_dist again, after a restart: make a new tuner on all ranks, or restart them all"
+                    self._end(self._scope, self._attachment, Verdict.of(RankLost(message, ended.ranks)))
+                    self._attachment = 0
         self._pass += 1
 
     @contextlib.contextmanager
@@ -338,7 +342,7 @@ class RankGroup:
         if self._open and not self.dead:
             self._open = False
             with contextlib.suppress(RendezvousLost):
-                self._decide(Verdict(error=type(error).__name__, message=str(error), ranks=error.ranks))
+                self._decide(Verdict.of(error))
 
     def conclude(self, error: TuningError) -> None:
         """End a pass whose error every rank concludes from the same words. Returns, for the caller to raise `error`; raises what
@@ -346,7 +350,7 @@ class RankGroup:
         if not self._open:
             return
         self._open = False
-        wanted = Verdict(error=type(error).__name__, message=str(error), ranks=error.ranks if isinstance(error, GroupError) else ())
+        wanted = Verdict.of(error)
         verdict = self._decide(wanted)
         if verdict != wanted:
             self._die_of(verdict)
@@ -386,24 +390,42 @@ class RankGroup:
     def _end_for(self, former: Process) -> None:
         """End what `former`, the process that was this rank before, had begun with its peers, or would begin next: who waits for it
         learns at once that nobody comes, and so does `former` itself, should it run somewhere."""
-        said = self._started_again(former, self._claim.process)
-        attached = f"{self._scope}/attach/{self.rank}"
-        last = int(self._rendezvous.get(attached)) if self._rendezvous.holds(attached) else 0
-        for attachment in range(1, last + 1):
-            for number in itertools.count(1):
-                ended = Verdict.from_text(self._rendezvous.settle(f"{self._scope}/{attachment}/{number}/{_VERDICT}", said.to_text()))
-                if ended.ends_group:
-                    break
-            if ended == said:
+        place = f"{self._versions}/{self.rank}"
+        version = self._rendezvous.get(place).decode() if self._rendezvous.holds(place) else self._version
+        replaced = version if version != self._version else ""
+        said, scope = self._started_again(former, self._claim.process, replaced), f"{self._root}/{version}"
+        # Where peers speak another version it comes to no next attachment of theirs, either.
+        whose = range(self.size) if replaced else [self.rank]
+        begun = self._values({rank: f"{scope}/attach/{rank}" for rank in whose})
+        for attachment in range(1, 1 + max(int(count or 0) for count in begun.values())):
+            if self._end(scope, attachment, said) == said:
                 self._missed = said  # if its peers don't come to the next attachment, either
 
-    def _started_again(self, former: Process, successor: Process) -> Verdict:
-        """What ends an attachment when `successor` has become this rank in the place of `former`."""
+    def _end(self, scope: str, attachment: int, said: Verdict) -> Verdict:
+        """Let no further pass begin in an attachment; what ended it, `said` or an earlier verdict."""
+        for number in itertools.count(1):
+            ended = Verdict.from_text(self._rendezvous.settle(f"{scope}/{attachment}/{number}/{_VERDICT}", said.to_text()))
+            if ended.ends_group:
+                return ended
+        raise AssertionError
+
+    def _started_again(self, former: Process, successor: Process, replaced: str = "") -> Verdict:
+        """What ends an attachment when `successor` has become this rank in the place of `former`. replaced: the version of that, where
+        it was another."""
         name = self.names[self.rank]
-        message = f"rank {name} was started again, as {successor} in place of {former}: make a new tuner on all ranks, or restart them all"
+        message = f"rank {name} was started again, as {successor} in place of {former}"
+        if replaced:
+            message += f", with moe_dist {self._version} in place of {replaced}: install the same on all ranks, then"
+        else:
+            message += ":"
+        message += " make a new tuner on all ranks, or restart them all"
         if former.runs() is not False:
             message += "; if both processes run, end the one that was not meant to be this rank"
-        return Verdict(error=RankLost.__name__, message=message, ranks=(name,))
+        return Verdict.of(RankLost(message, [name]))
+
+    @property
+    def _scope(self) -> str:
+        return f"{self._root}/{self._version}"
 
     @property
     def _base(self) -> str:
@@ -476,12 +498,20 @@ class RankGroup:
 
     def _require_one_version(self) -> None:
         """SettingsDiffer, the same on all ranks, once all have said their version."""
-        if self._one_version:
+        if self._one_version or not (versions := self._said_versions()):
             return
+        try:
+            require_one_version(versions, self.names)
+        except SettingsDiffer as error:
+            if self._decide(Verdict.of(error)).committed:
+                return  # by all who were of one version until then: adopt it
+            raise
+        self._one_version = True  # and it stays so: who is started again as another ends the attachment
+
+    def _said_versions(self) -> list[str]:
+        """Of all ranks; none until each has said its own."""
         places = [f"{self._versions}/{rank}" for rank in range(self.size)]
-        if self._rendezvous.holds(*places):
-            require_one_version([version.decode() for version in self._rendezvous.get_many(places)], self.names)
-            self._one_version = True  # and it stays so
+        return [version.decode() for version in self._rendezvous.get_many(places)] if self._rendezvous.holds(*places) else []
 
     def _silent(self, name: str) -> list[int]:
         """The ranks that this one waits for in step `name`."""
@@ -503,11 +533,13 @@ class RankGroup:
 
     def _progress_counts(self, ranks: Sequence[int]) -> dict[int, bytes]:
         """How far each has moved, b"": it has not begun."""
-        places = {self._progress_of(rank): rank for rank in ranks}
-        counts = dict.fromkeys(ranks, b"")
-        absent = set(self._rendezvous.absent(list(places)))
-        began = [key for key in places if key not in absent]
-        return counts | {places[key]: count for key, count in zip(began, self._rendezvous.get_many(began), strict=True)}
+        return self._values({rank: self._progress_of(rank) for rank in ranks})
+
+    def _values(self, places: Mapping[int, str]) -> dict[int, bytes]:
+        """What is under each place, b"": nothing."""
+        absent = set(self._rendezvous.absent(list(places.values())))
+        there = {rank: key for rank, key in places.items() if key not in absent}
+        return dict.fromkeys(places, b"") | dict(zip(there, self._rendezvous.get_many(list(there.values())), strict=True))
 
     def _lose(self, ranks: list[int], step: str, *, over_cap: bool) -> None:
         why = f"the pass outlasted its cap of {self._cap:.0f} s" if over_cap else f"no progress for {self._progress_timeout:.0f} s"
@@ -523,7 +555,7 @@ class RankGroup:
         """End the pass for everyone, unless it was committed in the same moment."""
         names = [self.names[rank] for rank in ranks]
         message = f"rank {', '.join(map(str, names))} {why}"
-        verdict = self._decide(Verdict(error=kind.__name__, message=message, ranks=tuple(names)))
+        verdict = self._decide(Verdict.of(kind(message, names)))
         self._open = False
         if verdict.committed:
             return  # the leader committed in the same moment: adopt it

@@ -31,6 +31,10 @@ class Verdict:
     message: str = ""
     ranks: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, error: TuningError) -> Verdict:
+        return cls(error=type(error).__name__, message=str(error), ranks=error.ranks if isinstance(error, GroupError) else ())
+
     def to_text(self) -> str:
         """JSON: a compare and set takes text alone, and a rank that is out of memory can still make some: msgpack asks for 256 KiB first."""
         return json.dumps([self.committed, self.error, self.message, self.ranks])

@@ -53,7 +53,7 @@ class Scenario:
     """calls: what each rank does, one after the other, before it closes its tuner: "pass", "reload", "pin", and what the functions
     of `_Seat` say. calls_of: those of ranks that do otherwise. looks: after so many in one call a rank has reached its cap. crashes:
     at most so many ranks crash. reborn: "alone", a rank that has crashed starts again with the same calls; "all", all ranks do, as another
-    restart of the launcher's, and "all, unsaid", as none that words carry. entries: what the stores of
+    restart of the launcher's, and "all, unsaid", as none that words carry; renewed: their version then. entries: what the stores of
     `holders` (None: of all) hold; shared: all have one store. without: tactics that a rank can't run. deviates: a rank that picks
     another winner than follows from the words. versions: of ranks with another version. allowed: how a call may end besides well.
     says: what every `RankLost` says. late: a rank may also begin after its peers have given it up, and then leaves them behind.
@@ -68,6 +68,7 @@ class Scenario:
     looks: int = 2
     crashes: int = 1
     reborn: str = ""
+    renewed: str = "this"
     entries: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     holders: tuple[int, ...] | None = None
     shared: bool = False
@@ -87,7 +88,7 @@ class Scenario:
 @dataclasses.dataclass(frozen=True)
 class Ended:
     """How one call of a rank ended. error: "" or the type; table: what the rank serves after it; runs: whether it can run that;
-    where: the attachment and the pass that it was."""
+    where: the attachment and the pass that it was, and whether the rank has become one of another version."""
 
     call: str
     error: str
@@ -95,7 +96,7 @@ class Ended:
     message: str
     table: str
     runs: bool
-    where: tuple[int, int]
+    where: tuple[int, int, bool]
 
 
 class Node:
@@ -288,7 +289,7 @@ class _Seat:
     def _open(self, before: tuner.Tuner | None = None) -> tuner.Tuner:
         scenario, index = self._scenario, self._index
         deadlines = {"progress_timeout": timedelta(seconds=PROGRESS_TIMEOUT_S), "cap": timedelta(seconds=scenario.cap_s)}
-        version = scenario.versions.get(index, "this")
+        version = scenario.renewed if self._thread.life else scenario.versions.get(index, "this")
         scope = f"run-{self._thread.life}" if scenario.reborn == "all" else "run"
         group = RankGroup(_Rendezvous(), index, scenario.size, scope=scope, version=version, **deadlines)  # type: ignore[arg-type]
         self._thread.group = group
@@ -302,9 +303,8 @@ class _Seat:
         culprits = error.ranks if isinstance(error, GroupError) else ()
         runs = all(self._operation.why_not(winner.tactic, cell.bucket) is None for cell, winner in tuned.epoch.winners.items())
         name = "" if error is None else type(error).__name__
-        self._thread.log.append(
-            Ended(call, name, tuple(culprits), str(error or ""), tuned.epoch.digest, runs, (tuned.group._attachment, tuned.group._pass))
-        )
+        where = (tuned.group._attachment, tuned.group._pass, bool(self._thread.life) and self._scenario.renewed != "this")
+        self._thread.log.append(Ended(call, name, tuple(culprits), str(error or ""), tuned.epoch.digest, runs, where))
 
     # -- calls ---------------------------------------------------------------------------------------------------------------------
 

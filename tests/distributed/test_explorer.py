@@ -21,6 +21,7 @@ from moe_dist.tuning import rounds, tuner
 
 WARM = stored()
 LEAVES = ("RankLost", "RankWithdrawn")
+RENEWED = (*LEAVES, "SettingsDiffer")
 TALKS = ("plain", "all-quick")  # the second talks to peers
 
 
@@ -61,6 +62,7 @@ TALKS = ("plain", "all-quick")  # the second talks to peers
         (Scenario(versions={1: "other"}, entries=WARM, slow=1, allowed=("RankLost", "SettingsDiffer")), 180),
         # Started again: one rank alone takes its place over, at every request; all of them meet, whatever is left there.
         (Scenario(entries=WARM, reborn="alone", slow=1, allowed=LEAVES), 14_050),
+        (Scenario(entries=WARM, reborn="alone", renewed="other", slow=1, allowed=RENEWED), 14_600),
         (Scenario(entries=WARM, reborn="all", slow=0, allowed=()), 500),
         # Three ranks. Rank 1 alone has the entry: its bytes are sent to the others.
         (Scenario(3, entries=WARM, slow=0), 1_210),
@@ -188,7 +190,7 @@ GUARDS: dict[str, tuple[Scenario, list[tuple[Any, str, str, str]], str]] = {
     ),
     "versions are said": (
         Scenario(versions={1: "other"}, entries=WARM, slow=0, crashes=0, allowed=("SettingsDiffer",)),
-        [(RankGroup, "_require_one_version", "if self._one_version:", "if True:")],
+        [(RankGroup, "_require_one_version", "if self._one_version or not (versions := self._said_versions()):", "if True:")],
         "a call ended with RankLost",
     ),
     "who closes says so": (
@@ -223,6 +225,16 @@ GUARDS: dict[str, tuple[Scenario, list[tuple[Any, str, str, str]], str]] = {
         Scenario(entries=WARM, reborn="alone", slow=0, allowed=LEAVES, says="started again"),
         [(RankGroup, "__init__", "self._end_for(former)", "pass")],
         "a rank says rank . lost",
+    ),
+    "a rank that is started again as another version ends it where its peers are": (
+        Scenario(entries=WARM, reborn="alone", renewed="other", slow=0, allowed=RENEWED, says="started again"),
+        [(RankGroup, "_end_for", 'f"{self._root}/{version}"', "self._scope")],
+        "a rank says rank . lost",
+    ),
+    "a commit stands, whatever version somebody has become": (
+        Scenario(entries=WARM, reborn="alone", renewed="other", slow=1, allowed=RENEWED),
+        [(RankGroup, "_require_one_version", "if self._decide(Verdict.of(error)).committed:", "if False:")],
+        "a call ended with PassAborted",
     ),
     "words carry their restart": (
         Scenario(entries=WARM, reborn="all", slow=0, allowed=()),

@@ -8,6 +8,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,31 @@ from fakes import FakeOperation
 from ranks import Outcome, Rank, Ranks
 from torch._C._distributed_c10d import HashStore
 
+from moe_dist.distributed import group as group_module
 from moe_dist.distributed.group import RankGroup
-from moe_dist.errors import PassAborted, RankLost, RankWithdrawn, TunerStateError
+from moe_dist.errors import PassAborted, RankLost, RankWithdrawn, SettingsDiffer, TunerStateError
 from moe_dist.process import Process, started_s
 from moe_dist.tuning.problem import BucketLadder
+from moe_dist.versions import code_version
 
 FOR_EVER_S = 40.0  # a progress timeout and a cap that end no wait before a test's own deadline
+OLD, NEW = "9.0+01d", "9.1+0e3"
+DIFFER = (
+    f"ranks run other versions of moe_dist: rank 5 {NEW}, the rest {OLD}; install the same on all: mixed_environments allows other GPUs, "
+    "drivers and libraries, no other code of ours, which reads what ranks say"
+)
 
 
 # -- real processes -----------------------------------------------------------------------------------------------------------------------
 
 
-def killed_while_it_measures(rank: Rank, culprit: int) -> Any:
-    """All serve an epoch. In the second pass the culprit is killed; it comes back, and all make a new tuner."""
+def killed_while_it_measures(rank: Rank, culprit: int, release: str) -> Any:
+    """All serve an epoch. In the second pass the culprit is killed; it comes back, of `release` if one is given, and all make a new tuner."""
     settings: dict[str, Any] = {"progress_timeout": FOR_EVER_S, "cap": FOR_EVER_S, "ladder": BucketLadder((1,))}
-    first, told = (rank.folder / "mark-measuring").exists(), ""
-    if not first:
+    again, told = (rank.folder / "mark-measuring").exists(), ""
+    if again and release:
+        group_module.code_version = lambda: release
+    if not again:
         with make_tuner(rank, "reduce", **settings) as tuner:
             tuner.record(FakeOperation("a", COSTS))
             tuner.run_pass()
@@ -48,31 +58,45 @@ def killed_while_it_measures(rank: Rank, culprit: int) -> Any:
     with make_tuner(rank, "reduce", **settings) as tuner:
         for name in "ab":
             tuner.record(FakeOperation(name, COSTS))
-        report = tuner.run_pass()
+        try:
+            report = tuner.run_pass()
+        except SettingsDiffer as error:
+            return told, str(error), error.ranks
         return told, table(report), report.digest
 
 
-@pytest.mark.parametrize("culprit", [0, 1])  # the leader, whom all wait for, and another
-def test_a_rank_killed_amid_a_pass_and_started_again_alone(culprit: int, tmp_path: Path) -> None:
-    with Ranks(killed_while_it_measures, 3, tmp_path, culprit) as ranks:
+def killed_and_started_again(culprit: int, release: str, folder: Path) -> tuple[str, list[Outcome]]:
+    """(what its peers were told, how all ended)."""
+    with Ranks(killed_while_it_measures, 3, folder, culprit, release) as ranks:
         ranks.wait("measuring")
         ranks.kill(culprit)
         ranks.start_again(culprit)
         ended: list[Outcome] = ranks.join(60.0)  # nobody's patience ends before
     assert [outcome.error for outcome in ended] == [""] * 3, ended
-    told = {outcome.value[0] for rank, outcome in enumerate(ended) if rank != culprit}
-    (said,) = told
+    (said,) = {outcome.value[0] for rank, outcome in enumerate(ended) if rank != culprit}
     assert said.startswith(f"rank {culprit} was started again, as process ")
-    assert said.endswith(": make a new tuner on all ranks, or restart them all"), "its end was seen, so that there is nothing to doubt"
+    assert said.endswith(" make a new tuner on all ranks, or restart them all"), "its end was seen, so that there is nothing to doubt"
+    return said, ended
+
+
+@pytest.mark.parametrize("culprit", [0, 1])  # the leader, whom all wait for, and another
+def test_a_rank_killed_amid_a_pass_and_started_again_alone(culprit: int, tmp_path: Path) -> None:
+    _, ended = killed_and_started_again(culprit, "", tmp_path)
     assert {outcome.value[2] for outcome in ended} == {ended[0].value[2]}
     assert ended[0].value[1] == {"a 1": "quick", "b 1": "quick"}
+
+
+def test_a_rank_killed_amid_a_pass_and_started_again_alone_as_another_release(tmp_path: Path) -> None:
+    said, ended = killed_and_started_again(1, NEW, tmp_path)
+    assert f", with moe_dist {NEW} in place of {code_version()}: install the same on all ranks, then " in said
+    assert {outcome.value[1:] for outcome in ended} == {(DIFFER.replace("rank 5", "rank 1").replace(OLD, code_version()), (1,))}
 
 
 # -- threads over one store, with claims of processes that are gone, or can't be seen --------------------------------------------------
 
 
 def place(rank: RankGroup) -> str:
-    return f"{rank._scope}/claim/{rank.rank}"
+    return f"{rank._root}/claim/{rank.rank}"
 
 
 def becomes(rank: RankGroup, store: Any, **other: Any) -> Process:
@@ -307,3 +331,94 @@ def test_a_group_that_was_dropped_without_being_closed_holds_no_place() -> None:
         RankGroup(store, 0, 2)
     for group in groups:
         group.close()
+
+
+# -- restarted with another release -----------------------------------------------------------------------------------------------------
+
+
+def of_old(make: Make, store: Any) -> list[RankGroup]:
+    return make(3, store, progress=FOR_EVER_S, cap=FOR_EVER_S, names=[4, 5, 6], version=OLD)
+
+
+def ends(futures: list[Any]) -> list[tuple[type, str, tuple[int, ...]]]:
+    return [(type(error), str(error), error.ranks) for error in results(futures)]
+
+
+# Where the former process was: beyond a pass, in its first, or not even there, so that it is its first words which are waited for.
+@pytest.mark.parametrize("before", ["a pass", "in its first pass", "no pass"])
+def test_who_is_started_again_as_another_release_is_named_by_its_peers_with_both(before: str, make: Make) -> None:
+    """Peers wait for it, and know already that all are of one version. With the right release again, all meet."""
+    store = HashStore()
+    ranks = of_old(make, store)
+    if before == "a pass":
+        assert results(together(ranks, one_pass)) == [[b"x"] * 3] * 3
+    elif before == "in its first pass":
+        ranks[1].begin_pass()
+    former = becomes(ranks[1], store)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(one_pass, rank) for rank in (ranks[0], ranks[2])]
+        started = time.monotonic()
+        while not any(rank._one_version for rank in ranks) and time.monotonic() < started + 20:
+            time.sleep(0.01)
+        (came,) = make(1, store, of=3, first=1, progress=FOR_EVER_S, cap=FOR_EVER_S, names=[4, 5, 6], version=NEW)
+        assert ends(together([came], one_pass)) == [(SettingsDiffer, DIFFER, (5,))]
+    said = f"rank 5 was started again, as {Process.this()} in place of {former}, with moe_dist {NEW} in place of {OLD}: "
+    said += "install the same on all ranks, then make a new tuner on all ranks, or restart them all"
+    assert ends(waiting) == [(RankLost, said, (5,))] * 2
+    assert time.monotonic() - started < 30, f"no patience ends before {FOR_EVER_S} s"
+    for rank in (*ranks, came):
+        rank.close()
+    assert results(together(of_old(make, store), one_pass)) == [[b"x"] * 3] * 3
+
+
+def test_who_comes_with_the_right_release_at_last_ends_what_its_peers_began_without_it(make: Make) -> None:
+    """Rank 5 was of another release from the first; its peers go on trying, and wait for it in a pass that it will never know of."""
+    store = HashStore()
+    ranks = of_old(make, store)
+    ranks[1].close()
+    (odd,) = make(1, store, of=3, first=1, progress=FOR_EVER_S, cap=FOR_EVER_S, names=[4, 5, 6], version=NEW)
+    tried = [ranks[0], odd, ranks[2]]
+    assert ends(together(tried, one_pass)) == [(SettingsDiffer, DIFFER, (5,))] * 3
+    odd.close()
+    (mended,) = make(1, store, of=3, first=1, progress=FOR_EVER_S, cap=FOR_EVER_S, names=[4, 5, 6], version=OLD)
+
+    def again_until_it_meets(rank: RankGroup) -> Any:
+        try:
+            return one_pass(rank)
+        except RankLost as lost:
+            return str(lost), one_pass(renewed_of(make, store, rank))
+
+    said = "all ranks run the same moe_dist again, after a restart: make a new tuner on all ranks, or restart them all"
+    met = results(together([ranks[0], mended, ranks[2]], again_until_it_meets))
+    assert met == [(said, [b"x"] * 3), [b"x"] * 3, (said, [b"x"] * 3)]
+
+
+def renewed_of(make: Make, store: Any, rank: RankGroup) -> RankGroup:
+    rank.close()
+    return make(1, store, of=3, first=rank.rank, progress=FOR_EVER_S, cap=FOR_EVER_S, names=rank.names, version=OLD)[0]
+
+
+def test_another_release_takes_no_place_from_a_process_that_is_seen_to_run(make: Make) -> None:
+    store = HashStore()
+    ranks = of_old(make, store)
+    assert results(together(ranks, one_pass)) == [[b"x"] * 3] * 3
+    with another() as child:
+        becomes(ranks[1], store, pid=child.pid, started_s=child.started_s)
+        with pytest.raises(TunerStateError, match=f"has an open tuner already, in process {child.pid} on host .*, which still runs"):
+            make(1, store, of=3, first=1, version=NEW)
+    assert results(together(ranks, one_pass)) == [[b"x"] * 3] * 3
+
+
+def test_what_releases_say_to_each_other_lies_where_each_of_them_looks(make: Make) -> None:
+    """Change none of these: a release that says them otherwise is not understood by those before it."""
+    store = HashStore()
+    make(1, store, of=2, version=OLD)[0].begin_pass()
+    claim = store.get("group/claim/0").decode()
+    assert Process.from_text(claim.partition(" ")[2]) == Process.this()
+    assert (store.get("group/version/0"), store.get(f"group/{OLD}/attach/0")) == (OLD.encode(), b"1")
+    ended = f'["", "RankLost", "rank 0 was started again, as {Process.this()} in place of '
+    store.set("group/claim/0", f"x {dataclasses.replace(Process.this(), started_s=0.0).to_text()}")
+    make(1, store, of=2, version=NEW)
+    verdict = store.get(f"group/{OLD}/1/1/verdict").decode()
+    assert verdict.startswith(ended)
+    assert verdict.endswith(' or restart them all", [0]]')
