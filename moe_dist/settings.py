@@ -23,11 +23,12 @@ from moe_dist.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankSettings:
-    """This process's place among the ranks that a launcher started; a group of one where none did."""
+    """This process's place among the ranks that a launcher started; a group of one where none did. meet_at: host and port; "": alone."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    meet_at: str = ""
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -52,7 +53,8 @@ def rank_settings(environ: Mapping[str, str] = os.environ) -> RankSettings:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if world_size > 1 and missing:
         raise ConfigError(f"WORLD_SIZE is {world_size}, but {' and '.join(missing)} is not set; start the ranks with torchrun")
-    return RankSettings(rank=rank, world_size=world_size, local_rank=_integer(environ, "LOCAL_RANK", rank))
+    meet_at = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" if world_size > 1 else ""
+    return RankSettings(rank=rank, world_size=world_size, local_rank=_integer(environ, "LOCAL_RANK", rank), meet_at=meet_at)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,10 @@ MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     ("environ", "settings"),
     [
         ({}, RankSettings()),  # no launcher: a group of one
-        (MASTER | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, RankSettings(rank=3, world_size=4, local_rank=1)),
+        (
+            MASTER | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"},
+            RankSettings(rank=3, world_size=4, local_rank=1, meet_at="127.0.0.1:1"),
+        ),
         ({"RANK": "0", "WORLD_SIZE": "1"}, RankSettings()),  # alone, a rendezvous is not needed
     ],
 )

@@ -1,7 +1,7 @@
 """`moe-dist tune`: tune a model's MoE layer ahead of a deployment, alone or on all ranks of a torchrun.
 
-Owns the arguments, their checks before any rank starts work, the process group, the order of passes and how a run ends. What is
-shown and written lies in `tune_report.py`. One pass a bucket: an interrupt keeps every bucket that was committed.
+Owns the arguments, their checks before any rank starts work, the order of passes and how a run ends. How ranks meet lies in `meeting.py`,
+what is shown and written in `tune_report.py`. One pass a bucket: an interrupt keeps every bucket that was committed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from moe_dist.backends.base import MoEProblem
 from moe_dist.backends.registry import usable_backends
 from moe_dist.cli.checks import positive, quiet_stores, require_writable, why_not_kept
 from moe_dist.cli.hosting import Hosted
+from moe_dist.cli.meeting import meet
 from moe_dist.cli.tune_report import Progress, TuneResult, count_diverged, print_summary, print_totals, write_json
 from moe_dist.config import DEFAULT_MAX_NUM_TOKENS, DTYPES
 from moe_dist.distributed.epoch import published
 from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT
 from moe_dist.distributed.layout import Layout, Place
 from moe_dist.distributed.rendezvous import store_of
-from moe_dist.errors import ConfigError, GroupError, StoreError, first_line
+from moe_dist.errors import ConfigError, GroupError, RendezvousLost, StoreError, first_line
 from moe_dist.interop.hf_config import QUANT_NAMES, ModelShape, read_model
 from moe_dist.operation import MoEOperation, make_random_weights
 from moe_dist.settings import RankSettings, default_store, job_settings, rank_settings
@@ -324,7 +325,12 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
     hosted: Hosted | None = None
     try:
         with _plain_signals():
-            group = _process_group(job)
+            try:
+                group = meet(job.ranks, job.place.group, job.device, arguments.cap, job.complain)
+            except RendezvousLost as error:
+                if not job.leads:
+                    job.complain(error)  # whoever speaks for its group may be long gone
+                raise
             hosted = _hosted(job)
             try:
                 _require_a_store_that_keeps(job, group)
@@ -386,27 +392,6 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
     if result.exit_code == 0 and dist.is_initialized():
         dist.destroy_process_group()  # on any other end peers may be gone, and nobody waits for them
     return result
-
-
-def _process_group(job: TuneJob) -> dist.ProcessGroup | None:
-    """The ranks that run in step with this one; None: it is alone. Other stages and replicas are other groups, and nobody waits for them.
-
-    They meet in the launcher's store. Where there is none, as when ranks are started by hand, rank 0 serves it (`hosting.py`).
-    """
-    if job.device.type == "cuda":
-        torch.cuda.set_device(job.device)
-    if job.ranks.world_size == 1:
-        return None
-    backend = "gloo" if job.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=job.arguments.cap)
-    ranks = job.place.group
-    if len(ranks) == job.ranks.world_size:
-        return dist.group.WORLD
-    if len(ranks) == 1:
-        return None
-    # Made by its members alone: another stage may be long from here.
-    group: dist.ProcessGroup = dist.new_group(ranks, timeout=job.arguments.cap, backend="gloo", use_local_synchronization=True)
-    return group
 
 
 def _hosted(job: TuneJob) -> Hosted | None:

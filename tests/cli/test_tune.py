@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from moe_dist.cli import meeting
 from moe_dist.cli.main import build_parser, main
 from moe_dist.cli.tune import Interrupted, _Interrupts, plan_job
 from moe_dist.errors import ConfigError, UnsupportedBackend
@@ -192,6 +193,29 @@ def test_sigterm_ends_a_rank_that_waits_for_its_peers_to_start(model: str) -> No
     finally:
         lone.kill()
         lone.communicate()
+
+
+# With a launcher's store, as where it is a single rank that was started again, and by hand, where rank 0 serves it.
+@pytest.mark.parametrize(("rank", "launched"), [(1, True), (0, False)])
+def test_a_rank_whose_peers_do_not_come_says_where_it_waits_and_what_to_do(
+    rank: int, launched: bool, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(meeting, "_SAID_AFTER_S", 0.1)
+    port = free_port()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if launched else None
+    here = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in (here | ({"TORCHELASTIC_USE_AGENT_STORE": "True"} if launched else {})).items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["tune", "--device", "cpu", "--model", model, "--ep", "2", "--store", "memory:", "--cap", "1"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"moe-dist: rank {rank} waits for all 2 ranks to meet at 127.0.0.1:{port}; it gives up after 1 s"
+    assert re.fullmatch(
+        rf"moe-dist: rank {rank}: the 2 ranks did not meet at 127\.0\.0\.1:{port} within 1 s \(.+\); start all of them together, as torchrun "
+        "does: one that is started again alone is not taken back; --cap gives them longer",
+        said[1],
+    )
+    assert len(said) == 2
+    del store
 
 
 def test_a_stage_and_a_replica_are_groups_of_their_own() -> None:
