@@ -2,8 +2,9 @@
 
 The rule of memory: only experts that read the checkpoint's weights as they lie join, beside ours and beside each other. Where `auto`'s
 choice wants them laid out anew, a second copy of all experts would be needed: it is left out, and the log says what the copy would be.
-Scales are shared too, so that weights which vLLM reloads in place are what these experts read: DeepGEMM takes fp32 scales of 128 x 128
-blocks as the checkpoint has them, unless it rounds scales to powers of two (E8M0), which it does to the weights as well.
+Scales are shared too, so that weights which vLLM reloads in place are what these experts read: Triton's and CUTLASS's take them as they
+lie, and so does DeepGEMM with fp32 scales of 128 x 128 blocks, unless it rounds scales to powers of two (E8M0), which it does to the weights
+as well.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ def sharing(
         *(kwargs.get(name) for name in ("weight_key", "activation_key") if name in kwargs),
     ]
     weight_key, activation_key = (*keys, None, None)[:2]
-    shareable = {enum.TRITON} | ({enum.DEEPGEMM} if hasattr(enum, "DEEPGEMM") and not _rewrites_weights() else set())
+    reads = ["TRITON", *([] if _rewrites_weights() else ["DEEPGEMM"]), *(["VLLM_CUTLASS"] if kwargs.get("allow_vllm_cutlass") else [])]
+    shareable = [getattr(enum, name) for name in reads if hasattr(enum, name)]
     found = list[type]()
     if chosen[0] in shareable:
         found += [chosen[1]]
@@ -121,7 +123,7 @@ def sharing(
             f"vLLM's auto would run {chosen[1].__name__} here, which lays the experts' weights out anew: beside ours that would be a "
             f"second copy of {_weight_bytes(config, weight_key) / 2**20:.1f} MiB a layer, so it is no candidate"
         )
-    for backend in sorted(shareable, key=lambda backend: backend is not enum.TRITON):
+    for backend in shareable:
         for cls in oracle.backend_to_kernel_cls(backend):
             supported = cls.is_supported_config(cls, auto, weight_key, activation_key, cls.activation_format())[0]
             if supported and not cls.is_monolithic() and cls not in found:

@@ -90,8 +90,8 @@ def served_model(worker: Any) -> tuple[ServedModel, TokenCounts]:
 def moe_layers(worker: Any) -> Iterator[tuple[str, Any]]:
     """The modules whose routed experts were asked to be ours, of the model and of a draft model beside it, which may ask for others."""
     runner = worker.model_runner
-    draft = getattr(getattr(runner, "drafter", None), "model", None)
-    for prefix, model in (("", runner.get_model()), ("draft.", draft)):
+    proposers = (getattr(runner, name, None) for name in ("drafter", "speculator"))  # as each of vLLM's two model runners calls it
+    for prefix, model in (("", runner.get_model()), *(("draft.", getattr(proposer, "model", None)) for proposer in proposers)):
         if isinstance(model, torch.nn.Module):
             for name, module in model.named_modules():
                 if hasattr(module, "w13_weight") and hasattr(module, "quant_method") and module.moe_config.moe_backend == NAME:

@@ -205,6 +205,24 @@ def test_an_engine_that_ignored_the_flag_is_told_apart(setting: str) -> None:
             tune(worker)
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.usefixtures("engine")
+def test_vllm_s_cutlass_experts_join_as_auto_would_choose_them(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read fp8 by channel as it lies. vLLM runs them for checkpoints of compressed-tensors, and not for those of its own format."""
+    from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+    from vllm.model_executor.layers.fused_moe.oracle import fp8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticChannelSym
+
+    for experts in (CutlassExpertsFp8, TritonExperts):  # as on a Hopper card
+        monkeypatch.setattr(experts, "_supports_current_device", staticmethod(lambda: True))
+    monkeypatch.setattr(TritonExperts, "_supports_quant_scheme", staticmethod(lambda *keys: True))
+    _, ours = fp8.select_fp8_moe_backend(layer(), kFp8StaticChannelSym, kFp8DynamicTokenSym, allow_vllm_cutlass=allowed)
+    assert ours.__name__ == "MoEDistExperts"
+    natives = ["TritonOrCutlassExperts", "TritonExperts"] if allowed else ["TritonExperts"]
+    assert [experts.__name__ for experts in ours.natives] == natives  # the first is the default tactic
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 @pytest.mark.usefixtures("engine")
 def test_fp8_scales_mean_what_they_mean_in_vllm(granularity: str) -> None:
@@ -308,6 +326,21 @@ def test_the_profile_run_takes_what_a_winner_may_take_and_tuning_keeps_to_it(mon
     monkeypatch.setattr(ServedModel, "tune", lambda self, counts, group, timeout, workspace_limit: limits.append(workspace_limit))
     warmup.tune(worker)
     assert limits == taken
+
+
+@pytest.mark.parametrize("proposer", ["drafter", "speculator"])
+@pytest.mark.usefixtures("engine")
+def test_the_layers_of_a_draft_model_are_tuned_too(proposer: str) -> None:
+    """vLLM's two model runners keep it in places of unlike names; an n-gram proposer has no model."""
+    from types import SimpleNamespace
+
+    from moe_dist_vllm.warmup import moe_layers
+
+    worker, draft = Worker(None), Worker(None)
+    setattr(worker.model_runner, proposer, SimpleNamespace(model=draft.model_runner.get_model()))
+    assert [name for name, _ in moe_layers(worker)] == ["layer", "draft.layer"]
+    setattr(worker.model_runner, proposer, SimpleNamespace())
+    assert [name for name, _ in moe_layers(worker)] == ["layer"]
 
 
 def test_a_choice_that_ignores_the_flag_is_left_as_it_is() -> None:

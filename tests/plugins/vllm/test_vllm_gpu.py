@@ -1,6 +1,7 @@
-"""The real vLLM on a GPU with --moe-backend=moe_dist: each kind of CUDA graph, sleeping, reloaded weights. One process, one engine after the other.
+"""The real vLLM on a GPU with --moe-backend=moe_dist: each kind of CUDA graph, sleeping, reloaded weights, vLLM's own experts as the default.
 
-In float32, so that greedy tokens of eager calls and of every kind of graph agree far. About three minutes; `VLLM_ATTENTION_BACKEND` and the like are the caller's.
+One process, one engine after the other. In float32, so that greedy tokens of eager calls and of every kind of graph agree far. About three
+minutes; `VLLM_ATTENTION_BACKEND` and the like are the caller's.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "enforce_eager": False,
     }  # fmt: skip
     sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
+    untuned = {"enforce_eager": True, "environ": {"MOE_DIST_TUNE": "off"}}
+    # vLLM runs CUTLASS for it on this card.
+    channel = {"model": vllm_tiny.save_fp8(folder / "fp8", ["channel"])["channel"], "dtype": "bfloat16", "enforce_eager": True}
     engines = [
         {**common, "backend": "auto", "enforce_eager": True},
         {**common, "backend": "auto", "enforce_eager": True, "model": other},
@@ -38,14 +42,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         *({**common, "compilation_config": {**sizes, "cudagraph_mode": mode}} for mode in GRAPHS),
         {**common, "compilation_config": sizes, "reload": other},
         {**common, "compilation_config": sizes, "enable_sleep_mode": True, "sleep": 1},
+        {**common, **untuned},
+        {**common, "backend": "auto", **channel},
+        {**common, **channel, **untuned},
     ]
-    found = driver(lambda: tmp_path_factory.mktemp("engine"))(*engines, deadline=500, MOE_DIST_STORE=str(folder / "store"))
-    assert found.code == 0, found.log[-8000:]
-    return found
+    return driver(lambda: tmp_path_factory.mktemp("engine"))(*engines, deadline=500, MOE_DIST_STORE=str(folder / "store"))
+
+
+def engine(run: Run, index: int) -> dict[str, Any]:
+    assert index < len(run.engines), run.log[-8000:]
+    return run.engines[index]
 
 
 def tokens(run: Run, index: int) -> Any:
-    return run.engines[index]["tokens"]
+    return engine(run, index)["tokens"]
 
 
 def alike(found: Any, truth: Any) -> bool:
@@ -65,14 +75,14 @@ def test_eager_calls_give_the_stock_tokens(run: Run) -> None:
 
 @pytest.mark.parametrize("mode", GRAPHS)
 def test_graphs_give_the_stock_tokens(mode: str, run: Run) -> None:
-    engines: list[dict[str, Any]] = run.engines
     index = 3 + GRAPHS.index(mode)
     assert alike(tokens(run, index), tokens(run, 0))
     # Our experts ran between the last engine's answer and this one's: they were captured. A replay calls nothing anew.
-    assert sum(engines[index]["before"].values()) > sum(engines[index - 1]["after"].values())
+    assert sum(engine(run, index)["before"].values()) > sum(engine(run, index - 1)["after"].values())
 
 
 def test_graphs_have_cells_of_their_own(run: Run) -> None:
+    engine(run, 8)  # the last with graphs was there
     lines = re.findall(r"2 x \(8 experts top-2, .*", run.log)
     assert sum("cuda_graph 1" in line for line in lines) == len(GRAPHS) + 2
     (decode_only,) = [line for line in lines if "cuda_graph 1" in line and re.search(r"eager 1\b", line)]
@@ -81,9 +91,19 @@ def test_graphs_have_cells_of_their_own(run: Run) -> None:
 
 def test_captured_graphs_serve_reloaded_weights(run: Run) -> None:
     assert alike(tokens(run, 7), tokens(run, 0))
-    assert alike(run.engines[7]["reloaded"], tokens(run, 1))
+    assert alike(engine(run, 7)["reloaded"], tokens(run, 1))
 
 
 def test_captured_graphs_serve_after_sleep(run: Run) -> None:
-    assert run.engines[8]["woken"] == tokens(run, 8)  # the very kernels
+    assert engine(run, 8)["woken"] == tokens(run, 8)  # the very kernels
     assert alike(tokens(run, 8), tokens(run, 0))
+
+
+@pytest.mark.parametrize(("untuned", "stock"), [(9, 0), (11, 10)], ids=["unquantised", "fp8 by channel"])
+def test_untuned_the_very_kernels_of_stock_run(untuned: int, stock: int, run: Run) -> None:
+    """vLLM's own choice is the default tactic: not a token differs, though the call goes through our layer."""
+    assert tokens(run, untuned) == tokens(run, stock)
+    assert sum(engine(run, untuned)["after"].values()) > sum(engine(run, untuned)["before"].values())
+    (serving,) = re.findall(r"eager 1-64: vllm\(experts=\w+\) \[default\]", engine(run, untuned)["log"])
+    (chosen,) = re.findall(r"experts=(\w+)", serving)
+    assert chosen == ("TritonOrCutlassExperts" if stock == 10 else "TritonExperts")

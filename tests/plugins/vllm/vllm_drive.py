@@ -4,7 +4,8 @@
 {"tokens", "before", "after"}, the latter the calls that each process had witnessed when generating began and ended. Further keys of
 ours: "reload": a folder whose weights replace the model's, which then answers once more, as "reloaded"; "sleep": a level; the engine
 sleeps and wakes, and answers once more, as "woken"; "environ": variables for this engine alone; "fails": true: start-up has to end with
-an error, and OUT has {"error", "ended"}, its words and the time. A line `BEGINS` in the log says where each engine's part of it begins.
+an error, and OUT has {"error", "ended"}, its words and the time. OUT is written after each engine: it has those before one that breaks. A line
+`BEGINS` in the log says where each engine's part of it begins.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def serve(engine: dict[str, Any]) -> dict[str, object]:
     raise AssertionError("the engine started")
 
 
-def main(spec: list[dict[str, Any]]) -> list[dict[str, object]]:
+def main(spec: list[dict[str, Any]], out: Path) -> None:
     from vllm import LLM  # noqa: F401
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -77,13 +78,13 @@ def main(spec: list[dict[str, Any]]) -> list[dict[str, object]]:
         os.environ |= environ
         gc.freeze()  # what was imported is never garbage, and an engine collects several times
         results.append(serve(engine))
+        out.write_text(json.dumps(results))
         gc.collect()
         cleanup_dist_env_and_memory()
         for name in environ:
             del os.environ[name]
         os.environ |= usual
-    return results
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))
+    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

@@ -32,8 +32,8 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a process came to. engines: as `vllm_drive.py` writes them, each with its part of the log as "log"; log: its output and that of
-    its workers."""
+    """What a process came to. engines: as `vllm_drive.py` writes them, each with its part of the log as "log", those before the first that
+    failed; log: its output and that of its workers."""
 
     code: int
     log: str
@@ -98,13 +98,12 @@ def driver(new_folder: Callable[[], Path]) -> Drive:
             for process in processes:
                 end_session(process)
         logs = [(folder / f"log-{rank}.txt").read_text() for rank in range(replicas)]
+        code = next((code for code in codes if code), -1 if None in codes else 0)  # the others end when one fails
         engines_ran: list[dict[str, Any]] = []
         for rank, log in enumerate(logs):
             if (out := folder / f"out-{rank}.json").exists():
-                engines_ran += [
-                    engine | {"log": part} for engine, part in zip(json.loads(out.read_text()), log.split(BEGINS)[1:], strict=True)
-                ]
-        code = next((code for code in codes if code), -1 if None in codes else 0)  # the others end when one fails
+                parts = zip(json.loads(out.read_text()), log.split(BEGINS)[1:], strict=code == 0)
+                engines_ran += [engine | {"log": part} for engine, part in parts]
         return Run(code, "\n".join(logs), engines_ran)
 
     return run
