@@ -3,8 +3,9 @@
 Owns the order of starts and questions, the rows and their bars. Knows no framework: an engine is a process that answers JSON lines
 (`moe_dist_vllm/bench.py` is one). cli imports this.
 
-On a card one engine starts at a time and nothing is asked meanwhile, so that tuning and memory profiling see a quiet card. Rows are
-written as they come, and a cell that the file holds is not measured again: a run that is cut is continued by the same command.
+On a card one engine starts at a time and nothing is asked meanwhile, so that tuning and memory profiling see a quiet card. The engines of a
+card have the same cores, which no other card's have: where a step waits for the host, other cores are another speed. Rows are written as they
+come, and a cell that the file holds is not measured again: a run that is cut is continued by the same command.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ class EngineFailed(RuntimeError):
 
 
 class Engine:
-    """One engine's process. Its spec: {"backend", "keywords", "draw", "settings", "environment"}."""
+    """One engine's process, on `cores`, and all that it starts. Its spec: {"backend", "keywords", "draw", "settings", "environment"}."""
 
-    def __init__(self, process: Sequence[str], spec: Mapping[str, Any], log: Path) -> None:
+    def __init__(self, process: Sequence[str], spec: Mapping[str, Any], log: Path, cores: Sequence[int]) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
         with log.open("w") as errors:
@@ -95,6 +96,7 @@ class Engine:
                 text=True,
                 start_new_session=True,
             )
+        os.sched_setaffinity(self._process.pid, cores)  # long before it has threads
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self._loaded = False
@@ -352,7 +354,9 @@ def _engines(plan: Plan, dtype: str, cards: Sequence[int], places: Sequence[Plac
         for place in places:
             name = f"{dtype}-{place['mode']}-tp{place['tp']}-ep{place['ep']}"
             both = {
-                backend: Engine(plan.process, _spec(plan, model, place, backend, cards), plan.logs / f"{name}-{backend}.log")
+                backend: Engine(
+                    plan.process, _spec(plan, model, place, backend, cards), plan.logs / f"{name}-{backend}.log", _cores(plan, cards)
+                )
                 for backend in (*BACKENDS, *([CONTROL] if plan.control else []))
             }
             engines.append(both)
@@ -361,6 +365,15 @@ def _engines(plan: Plan, dtype: str, cards: Sequence[int], places: Sequence[Plac
         for both in engines:
             for engine in both.values():
                 engine.close()
+
+
+def _cores(plan: Plan, cards: Sequence[int]) -> list[int]:
+    """Of this process, those for the engines of `cards`: a part in a row for each card of the plan, all where the cards serve together."""
+    cores = sorted(os.sched_getaffinity(0))
+    if plan.tp > 1 or len(cores) < len(plan.cards):
+        return cores
+    part, index = len(cores) // len(plan.cards), list(plan.cards).index(cards[0])
+    return cores[index * part : (index + 1) * part]
 
 
 def _spec(plan: Plan, model: Path, place: Place, backend: str, cards: Sequence[int]) -> dict[str, Any]:
@@ -457,7 +470,7 @@ def _errors(
     if place["dtype"] == "fp8" and plan.tp == 1:
         model = write_model(plan.logs / f"model-bf16-{plan.layers}", "bf16", plan.layers)
         spec = _spec(plan, model, {**place, "mode": "eager"}, "auto", cards) | {"draw": "dequantised"}
-        truth = Engine(plan.process, spec, plan.logs / f"{TRUTH}-{place['mode']}.log")
+        truth = Engine(plan.process, spec, plan.logs / f"{TRUTH}-{place['mode']}.log", _cores(plan, cards))
         try:
             truth.ask("start", 420)
             logits = {name: engine.ask("logits", 120, batch=8, prompt=PROMPT) for name, engine in (*engines.items(), (TRUTH, truth))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from moe_dist.bench.engines import Ledger, Plan, engine_objections, interval, me
 
 # Answers as an engine would: moe_dist is a fifth faster, and each pair is noisy in the same way. FAIL names a backend that fails at start.
 FAKE = """
-import json, sys
+import json, os, sys
 spec = json.loads(sys.argv[1])
 ours = spec["backend"] == "moe_dist"
 said = open(LOG, "a")
@@ -24,6 +25,8 @@ for line in sys.stdin:
     asked = json.loads(line)
     what = asked["do"]
     print(spec["backend"], what, asked.get("batch", ""), file=said, flush=True)
+    if what == "start":
+        print(spec["environment"]["CUDA_VISIBLE_DEVICES"], *sorted(os.sched_getaffinity(0)), file=open(LOG + "-cores", "a"), flush=True)
     if what == "end":
         break
     if what == "start" and spec["backend"] == FAIL:
@@ -120,6 +123,10 @@ def test_dtypes_are_shared_out_over_cards(plan: Any, tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "rows.json")
     measure(plan(dtypes=["bf16", "fp8"], cards=[0, 1]), ledger, lambda line: None)
     assert {cell["dtype"] for cell in ledger.tables["cells"]} == {"bf16", "fp8"}
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2  # 0: one core serves all
+    ran = {tuple(map(int, line.split())) for line in (tmp_path / "said-cores").read_text().splitlines()}
+    assert ran == {(card, *(cores[card * half : (card + 1) * half] or cores)) for card in range(2)}  # those of all engines of a card
 
 
 def test_fp8_logits_are_compared_with_a_third_engine_s_in_bf16(plan: Any, tmp_path: Path) -> None:
