@@ -45,7 +45,7 @@ class InputError(MoEDistError, ValueError):
 class UnsupportedBackend(MoEDistError):
     """A backend can't run this problem.
 
-    `backend` is the name asked for, `reason` why it can't; `reasons` maps every backend that was considered to its
+    `backend` is the name asked for, "": no particular one; `reason` why it can't; `reasons` maps every backend that was considered to its
     reason when none can run.
     """
 
@@ -54,7 +54,8 @@ class UnsupportedBackend(MoEDistError):
         self.reason = reason
         self.reasons = dict(reasons or {})
         listing = "".join(f"\n  {name}: {why or 'can run it'}" for name, why in self.reasons.items())
-        super().__init__(f"backend {backend!r} can't run this: {reason}{listing}")
+        who = f"backend {backend!r} can't" if backend else "no backend can"
+        super().__init__(f"{who} run this: {reason}{listing}")
 
 
 class StoreError(MoEDistError):

@@ -107,7 +107,7 @@ def usable_backends(
         if reasons[option.name] is None:
             yield backend, option
     if all(reason is not None for reason in reasons.values()):
-        asked = " | ".join(option.name for option in choice) if options else "any"
+        asked = " | ".join(option.name for option in choice) if options else ""
         raise UnsupportedBackend(asked, f"on {device.type}, each with its reason:", reasons)
 
 

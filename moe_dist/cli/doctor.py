@@ -67,7 +67,8 @@ def _version(distribution: str) -> str:
 
 def _describe(device: torch.device) -> str:
     if device.type == "cpu":
-        return f"{platform.machine()}, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return f"{platform.machine()}, {threads} thread{'s' * (threads != 1)}"
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs, {properties.total_memory >> 30} GiB"
 

@@ -10,7 +10,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from moe_dist.cli import bench, doctor, store, tune
 from moe_dist.errors import ConfigError, MoEDistError, StoreError, UnsupportedBackend
@@ -21,7 +21,17 @@ WRONGLY_ASKED = (ConfigError, StoreError, UnsupportedBackend)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of exiting, so that one rank speaks for all."""
+    """Raises instead of exiting, so that one rank speaks for all. A subcommand's own parser, which is another of these, says what is
+    unknown, so that it is its help that is named. Flags are written out: what is short for one today may be short for two tomorrow."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {self.prog} --help lists what there is")

@@ -74,8 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-write", action="store_true", help="take winners from the store and publish none")
     parser.add_argument("--deployment", default="default", help="whose epochs these are (default 'default')")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here; of several groups, the first one's")
-    parser.add_argument("--progress-timeout", type=_seconds, default=PROGRESS_TIMEOUT, help="seconds without progress: a rank is lost")
-    parser.add_argument("--cap", type=_seconds, default=CAP, help="seconds that one pass may take in all")
+    timeout, cap = (f"(default {limit.total_seconds():g})" for limit in (PROGRESS_TIMEOUT, CAP))
+    parser.add_argument(
+        "--progress-timeout", type=_seconds, default=PROGRESS_TIMEOUT, help=f"seconds without progress: a rank is lost {timeout}"
+    )
+    parser.add_argument(
+        "--cap", type=_seconds, default=CAP, help=f"seconds that ranks wait to meet, and that one pass may take in all {cap}"
+    )
 
 
 def _seconds(text: str) -> timedelta:

@@ -122,7 +122,7 @@ def print_summary(config: MoEConfig, result: TuneResult, out: TextIO) -> None:
         console.width = 200  # a log has no right margin
     parallel = config.parallel
     console.print(
-        f"{config.routing.num_experts} experts, top-{config.routing.top_k}, hidden {config.experts.hidden_size}, "
+        f"{result.group}{result.group and ': '}{config.routing.num_experts} experts, top-{config.routing.top_k}, hidden {config.experts.hidden_size}, "
         f"intermediate {config.experts.intermediate_size}, {config.quant.weight or config.quant.dtype}; tp {parallel.tp_size}, ep {parallel.ep_size}"
     )
     if result.rows:

@@ -86,7 +86,7 @@ def test_request_of_an_unknown_backend_or_parameter() -> None:
 
 def test_impossible_problem_lists_every_backend() -> None:
     problem = md.MoEProblem.of(dataclasses.replace(SMALL, quant=md.QuantConfig(weight="int8")), routed=True)
-    with pytest.raises(md.UnsupportedBackend, match="backend 'any' can't run this: on cpu, each with its reason") as caught:
+    with pytest.raises(md.UnsupportedBackend, match=r"^no backend can run this: on cpu, each with its reason") as caught:
         next(usable_backends(problem, CPU, None))
     for name in ("torch_grouped", "torch_loop", "torch_dense"):
         assert f"\n  {name}: " in str(caught.value)

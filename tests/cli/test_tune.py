@@ -91,11 +91,21 @@ def test_wrong_arguments_are_refused(arguments: list[str], world_size: int, mess
         (["--model", "m", "--cap", "-1"], "argument --cap: '-1' is no number of seconds above 0"),
         (["--model", "m", "--dtype", "bf61"], "argument --dtype: invalid choice: 'bf61'"),
         ([], "the following arguments are required: --model"),
+        (["--model", "m", "--frob", "3"], "^unrecognized arguments: --frob 3"),
+        (["--model", "m", "--progress", "3"], "^unrecognized arguments: --progress 3"),  # a flag is written out
     ],
 )
 def test_unparsable_arguments_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=f"{message}.*; moe-dist tune --help lists what there is"):
         parsed(*arguments)
+
+
+def test_the_help_says_how_long_ranks_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        parsed("--help")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a rank is lost (default 60)" in said
+    assert "may take in all (default 1200)" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -508,7 +518,9 @@ def test_a_stage_and_a_replica_wait_for_no_other(model: str, tmp_path: Path, ins
         said, complained = ranks[0].communicate(timeout=DEADLINE_S)
         assert ranks[0].returncode == 0, complained
         assert re.search(
-            rf"^{name} 0: measured \d+ candidates, 0 hits of 6; no keys differ between 2 ranks; .* kept in file:", said, re.MULTILINE
+            rf"^{name} 0: 8 experts, top-2, (?s:.*)^{name} 0: measured \d+ candidates, 0 hits of 6; no keys differ between 2 ranks; .* kept in file:",
+            said,
+            re.MULTILINE,
         )
         theirs, complained = ranks[2].communicate(timeout=DEADLINE_S)
         assert ranks[2].returncode in (0, 1), "its own group ends too, lost or done before"
