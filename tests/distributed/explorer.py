@@ -312,7 +312,7 @@ class Explorer:
                     rare = [step for step in following if step[0].endswith("crashes")]
                     usual = [step for step in following if not step[0].endswith("crashes")]
                     liked = [step for step in usual if int(step[0].split()[0]) in favoured] or usual
-                    did, state = choice.choice(rare if rare and choice.random() < 0.003 else liked)
+                    did, state = choice.choice(rare if rare and choice.random() < 0.024 / self.scenario.size else liked)
                     path.append(did)
                     found.states += 1
                 self._judge(state, found)

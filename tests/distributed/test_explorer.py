@@ -23,6 +23,7 @@ WARM = stored()
 LEAVES = ("RankLost", "RankWithdrawn")
 RENEWED = (*LEAVES, "SettingsDiffer")
 TALKS = ("plain", "all-quick")  # the second talks to peers
+RESTARTED: dict[str, Any] = {"reborn": "alone", "slow": 0, "allowed": RENEWED, "says": "started again"}
 
 
 # slow: see `Scenario`; 100 is every order, however slow each rank is at each wait.
@@ -36,6 +37,9 @@ TALKS = ("plain", "all-quick")  # the second talks to peers
         (Scenario(strategy="shard", slow=0), 220),
         (Scenario(strategy="reload", slow=0), 280),
         (Scenario(strategy="reload", slow=0, shared=True), 200),
+        # Each slow at one wait, and over its cap at the next look.
+        (Scenario(strategy="shard", slow=1, looks=1), 13_000),
+        (Scenario(strategy="reload", slow=1, looks=1), 20_000),
         (Scenario(costs=TALKS, slow=0), 470),
         (Scenario(entries=stored(TALKS), costs=TALKS, slow=0), 200),
         # `Tuner.reload`: from one store, from stores of which the leader's alone has the epoch, and where no store has one.
@@ -71,6 +75,15 @@ TALKS = ("plain", "all-quick")  # the second talks to peers
         (Scenario(3, strategy="reload", slow=0), 2_930),
         (Scenario(3, calls_of={2: ("raises",)}, slow=0, allowed=LEAVES), 890),
         (Scenario(3, deviates=2, slow=0, allowed=("RankLost", "PassAborted")), 1_930),
+        # Any of the three slow at one wait; and any of them started again alone, at every request of each strategy.
+        (Scenario(3, entries=WARM, slow=1, crashes=0, looks=1), 32_000),
+        (Scenario(3, entries=WARM, **RESTARTED), 1_830),
+        (Scenario(3, entries=WARM, renewed="other", **RESTARTED), 1_600),
+        (Scenario(3, strategy="shard", **RESTARTED), 3_650),
+        (Scenario(3, strategy="reload", shared=True, **RESTARTED), 3_880),
+        (Scenario(3, costs=TALKS, **RESTARTED), 8_000),
+        (Scenario(3, calls=("reload",), entries=WARM, holders=(0,), **RESTARTED), 2_520),
+        (Scenario(3, calls=("pass", "pass"), entries=WARM, **RESTARTED), 3_640),
         # One comes after its peers have given it up.
         (Scenario(entries=WARM, late=True, slow=1), 3_000),
     ],
@@ -94,6 +107,10 @@ def test_every_order_keeps_the_invariants(scenario: Scenario, states: int, monke
         (Scenario(8, calls_of={5: ("raises",)}, allowed=LEAVES), 8),
         (Scenario(8, deviates=3, allowed=("RankLost", "PassAborted")), 8),
         (Scenario(3, calls=("pass", "pass"), entries=WARM, reborn="alone", crashes=2, allowed=LEAVES), 40),
+        (Scenario(3, calls=("pass", "pass"), entries=WARM, reborn="alone", renewed="other", slow=1, crashes=2, allowed=RENEWED), 40),
+        (Scenario(3, strategy="shard", reborn="alone", slow=1, allowed=LEAVES), 30),
+        (Scenario(3, strategy="reload", shared=True, reborn="alone", slow=1, allowed=LEAVES), 30),
+        (Scenario(3, costs=TALKS, reborn="alone", slow=1, allowed=LEAVES), 30),
     ],
 )
 def test_random_orders_of_more_ranks_keep_the_invariants(scenario: Scenario, orders: int, monkeypatch: pytest.MonkeyPatch) -> None:
