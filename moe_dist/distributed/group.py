@@ -449,7 +449,7 @@ class RankGroup:
         pause = self._poll_s
         while not self._rendezvous.holds(*keys):
             self._clock.sleep(pause)
-            pause = min(pause * 1.5, self._slowest_poll_s)
+            pause = min(pause * 1.15, self._slowest_poll_s)
             now = self._clock.monotonic()
             if now - looked < self._look_s:
                 continue

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
+import operator
 import zlib
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgpack
 
@@ -34,11 +36,11 @@ EPOCH_VERSION = 2
 MAX_ENTRY_BYTES = 256 << 10  # a key with the recorded token counts of a thousand experts is 10 KiB
 MAX_EPOCH_BYTES = 64 << 20  # before it is packed: 10,000 entries of a typical 2 KiB, three times over
 
-_T = TypeVar("_T")
 _ENTRY_FIELDS = ["v", "kind", "key", "tactic", "time", "default", "default_time", "provenance"]
 # What every map ends with: the field's name, and the head of 16 bytes, which follow.
 _TAIL: bytes = msgpack.packb("digest") + b"\xc4\x10"
 _PACKED_FIELDS = ["v", "kind", "packed"]
+_OTHER_BYTES = "not the bytes that encoding its content gives"
 _EPOCH_FIELDS = ["number", "deployment", "problems", "tactics", "winners", "entries"]
 
 
@@ -67,7 +69,7 @@ def decode_entry(data: bytes, key_digest: str | None = None) -> Entry:
             provenance={_typed(name, str): _typed(value, str) for name, value in _typed(body["provenance"], dict).items()},
         )
         if _entry_content(entry) != content:
-            raise ValueError("not the bytes that encoding its content gives")
+            raise ValueError(_OTHER_BYTES)
     except (TypeError, ValueError) as error:
         raise Malformed(f"not an entry: {error}") from error
     if key_digest is not None and entry.key_digest != key_digest:
@@ -97,19 +99,15 @@ def decode_epoch(data: bytes, *, deployment: str | None = None, number: int | No
         body = _unpack(content)
         if list(_typed(body, dict)) != _EPOCH_FIELDS:
             raise ValueError(f"fields {', '.join(map(str, body))} where {', '.join(_EPOCH_FIELDS)} were expected")
-        problems = [Problem.from_packed(_typed(packed, bytes)) for packed in body["problems"]]
-        tactics = [_tactic(plain) for plain in body["tactics"]]
-        winners = {}
-        for problem, mode, low, high, tactic, tactic_us, default, default_us in body["winners"]:
-            cell = Cell(_at(problems, problem), _typed(mode, str), _bucket(low, high))
-            default_us = None if default_us is None else _microseconds(default_us)
-            winners[cell] = Winner(_at(tactics, tactic), _microseconds(tactic_us), _at(tactics, default), default_us, "epoch")
-        if len(winners) != len(body["winners"]):
-            raise ValueError("a cell occurs twice")
+        entries = _typed(body["entries"], dict)
+        _all_typed(entries, str)
+        _all_typed(entries.values(), bytes)
+        if not _is_packed(body, content):
+            raise ValueError(_OTHER_BYTES)
+        winners = _winners(*(_typed(body[name], tuple) for name in ("problems", "tactics", "winners")))
         epoch = Epoch(_typed(body["number"], int), _typed(body["deployment"], str), winners)
-        entries = {_typed(key, str): _typed(entry, bytes) for key, entry in _typed(body["entries"], dict).items()}
-        if _epoch_content(epoch, entries) != content:
-            raise ValueError("not the bytes that encoding its content gives")
+        if list(entries) != sorted(entries):
+            raise ValueError("its entries are not sorted")
     except (TypeError, ValueError, OverflowError, RecursionError) as error:  # a problem may nest as deep as msgpack reads
         raise Malformed(f"not an epoch: {error}") from error
     if deployment is not None and epoch.deployment != deployment:
@@ -160,9 +158,47 @@ def _epoch_content(epoch: Epoch, entries: Mapping[str, bytes]) -> bytes:
     )
 
 
+def _winners(problems: tuple[Any, ...], tactics: tuple[Any, ...], rows: tuple[Any, ...]) -> dict[Cell, Winner]:
+    """The table of an epoch's body, which `_epoch_content` would write alike; checked a column at a time, since all ranks wait for it."""
+    of, used = [Problem.from_packed(packed) for packed in problems], [_tactic(plain) for plain in tactics]
+    packed = [_pack(tactic.to_plain()) for tactic in used]
+    if packed != list(map(_pack, tactics)):
+        raise ValueError(_OTHER_BYTES)
+    at, modes, lows, highs, tactics_at, tactics_us, defaults_at, defaults_us = zip(*rows, strict=True) if rows else [()] * 8
+    by_use = list(itertools.chain.from_iterable(zip(tactics_at, defaults_at, strict=True)))
+    _require_places(at, len(problems), "problem")
+    _require_places(by_use, len(tactics), "tactic")
+    _all_typed(modes, str)
+    buckets = list(map(_bucket, lows, highs))
+    _require_times((*tactics_us, *(time_us for time_us in defaults_us if time_us is not None)))
+    order = list(zip(at, modes, lows, highs, strict=True))
+    if list(problems) != sorted(set(problems)) or not all(map(operator.lt, order, order[1:])):
+        raise ValueError("its problems or winners are not sorted, each there once")
+    if len(set(packed)) < len(packed) or list(dict.fromkeys(by_use)) != list(range(len(packed))):
+        raise ValueError("its tactics are not in order of use, each there once")
+    columns = zip(at, modes, buckets, tactics_at, tactics_us, defaults_at, defaults_us, strict=True)
+    return {
+        Cell(of[problem], mode, bucket): Winner(used[tactic], tactic_us, used[default], default_us, "epoch")
+        for problem, mode, bucket, tactic, tactic_us, default, default_us in columns
+    }
+
+
 def _pack(value: Any) -> bytes:
     packed: bytes = msgpack.packb(value, use_bin_type=True)
     return packed
+
+
+def _is_packed(body: Mapping[str, Any], content: bytes) -> bool:
+    """Whether packing `body`, which was unpacked from `content`, gives `content`.
+
+    The entries, nearly all of it, are not packed again: texts and bytes can be packed otherwise only with longer heads than they need.
+    """
+    before = _pack({**body, "entries": {}})[:-1]
+    texts, values = [len(key.encode()) for key in body["entries"]], list(map(len, body["entries"].values()))
+    heads = 1 + 2 * (len(texts) > 15) + 2 * (len(texts) > 0xFFFF)
+    heads += sum(1 + (size > 31) + (size > 0xFF) + 2 * (size > 0xFFFF) for size in texts)
+    heads += sum(2 + (size > 0xFF) + 2 * (size > 0xFFFF) for size in values)
+    return content.startswith(before) and len(content) == len(before) + heads + sum(texts) + sum(values)
 
 
 def _unpack(data: bytes) -> Any:
@@ -224,6 +260,11 @@ def _typed(value: Any, wanted: type) -> Any:
     return value
 
 
+def _all_typed(values: Iterable[Any], wanted: type) -> None:
+    for kind in set(map(type, values)) - {wanted}:
+        raise TypeError(f"{kind.__name__} where {wanted.__name__} was expected")
+
+
 def _tactic(plain: Any) -> Tactic:
     return Tactic.from_plain(_typed(plain, tuple))
 
@@ -243,8 +284,14 @@ def _time(plain: Any) -> Timed:
     return Timed(_microseconds(median_us), _microseconds(spread_us), samples)
 
 
+def _require_times(values: tuple[Any, ...]) -> None:
+    if set(map(type, values)) - {float} or not all(map(math.isfinite, values)) or min(values, default=1.0) <= 0:
+        for value in values:  # one of them is no time, or is zero, which has a sign
+            _microseconds(value)
+
+
 def _microseconds(value: Any) -> float:
-    if type(value) is not float or not math.isfinite(value) or value < 0:
+    if type(value) is not float or not math.isfinite(value) or math.copysign(1.0, value) < 0:  # -0.0 is not written
         raise ValueError(f"{value!r} is no time")
     return value
 
@@ -256,8 +303,10 @@ def _bucket(low: Any, high: Any) -> Bucket:
     return Bucket(low, high)
 
 
-def _at(table: list[_T], place: int) -> _T:
-    if not 0 <= _typed(place, int) < len(table):
-        raise ValueError(f"place {place} of {len(table)}")
-    found: _T = table[place]
-    return found
+def _require_places(places: Sequence[Any], count: int, what: str) -> None:
+    """ValueError or TypeError: they are not the places of `count` things, each of which is used."""
+    _all_typed(places, int)
+    for place in set(places).difference(range(count)):
+        raise ValueError(f"place {place} of {count}")
+    if len(set(places)) < count:
+        raise ValueError(f"no winner uses a {what} of its {count}")

@@ -204,9 +204,11 @@ class RedisStore(DegradingStore):
         address = RedisAddress.parse(url)
         try:
             import redis  # noqa: F401
+
+            import moe_dist.stores.seeds  # noqa: F401  # now, and not while ranks wait for the first trip
         except ImportError:
             raise StoreError(f"store {address.public} needs redis-py; install moe-dist[redis]") from None
-        return cls(
+        store = cls(
             address.connect,
             url=address.public,
             prefix=address.prefix,
@@ -216,6 +218,9 @@ class RedisStore(DegradingStore):
             secrets=address.secrets(),
             retry_after=retry_after,
         )
+        if not store._cluster:  # whose client connects at once
+            store._client = address.connect()  # here, where nobody waits: redis-py looks up which release it is
+        return store
 
     def close(self) -> None:
         client, self._client = self._client, None

@@ -6,6 +6,7 @@ timeout each, and waits for a host's name as long as the system does. Imported b
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401  # which a socket loads for its first host otherwise
 import functools
 import queue
 import threading

@@ -33,10 +33,10 @@ _SCALARS = {str, int, float, bool, type(None)}
 
 def canonical(value: Any) -> Any:
     """Plain, ordered, hashable form of `value`. Fails closed: TypeError on any type that has no stable meaning in a key."""
-    if value is None or type(value) in (str, int, bool, float):
+    if type(value) in _SCALARS:
         return value
     if isinstance(value, (tuple, list)):
-        return tuple(canonical(item) for item in value)
+        return tuple([canonical(item) for item in value])
     if isinstance(value, Mapping):
         if not all(type(name) is str for name in value):
             raise TypeError(f"a key's field names must be strings, not {sorted(map(repr, value))}")
@@ -58,6 +58,17 @@ def unpack(packed: bytes) -> Any:
     if msgpack.packb(value, use_bin_type=True) != packed:
         raise ValueError("not packed in canonical form")
     return value
+
+
+def _is_canonical(value: Any) -> bool:
+    """Whether unpacked `value` is its own canonical form: no map or bytes in it."""
+    items = [value]
+    for item in items:
+        if type(item) is tuple:
+            items += item
+        elif type(item) not in _SCALARS:
+            return False
+    return True
 
 
 def digest(value: Any) -> str:
@@ -95,12 +106,14 @@ class Problem:
     @functools.lru_cache(maxsize=1024)
     def from_packed(cls, packed: bytes) -> Problem:
         """ValueError or TypeError: not the `packed` of a problem. Those of the last epoch are mostly those of the next: kept."""
-        name, ((_, fields), (_, operation)) = unpack(packed)
-        problem = cls(operation, fields)
+        value = unpack(packed)
+        name, ((fields_label, fields), (operation_label, operation)) = value
         if name != cls.__name__ or type(operation) is not str or type(fields) is not tuple:
             raise TypeError(f"not a problem: {name!r}")
-        if problem.packed != packed:
+        if not _is_canonical(value) or (fields_label, operation_label) != ("fields", "operation"):
             raise ValueError("not the bytes that packing its problem gives")
+        problem = cls(operation, fields)
+        problem.__dict__["packed"] = packed  # what packing it would give
         return problem
 
 
@@ -399,13 +412,13 @@ class Epoch:
     @functools.cached_property
     def digest(self) -> str:
         """Equal on all ranks exactly when they serve the same tactics for the same cells."""
-        # Few problems and tactics, and many cells of them: each is put into its plain form once.
+        # Few problems and tactics, and many cells of them: each is packed once.
         problems = {packed: digest(packed) for packed in {cell.problem.packed for cell in self.winners}}
         used = {id(winner.tactic): winner.tactic for winner in self.winners.values()}
-        tactics = {name: tactic.to_plain() for name, tactic in used.items()}
+        tactics = {name: pack(tactic.to_plain()) for name, tactic in used.items()}
         rows = [
-            [problems[cell.problem.packed], cell.mode, cell.bucket.low, cell.bucket.high, tactics[id(winner.tactic)]]
+            (problems[cell.problem.packed], cell.mode, cell.bucket.low, cell.bucket.high, tactics[id(winner.tactic)])
             for cell, winner in self.winners.items()
         ]
-        content: bytes = msgpack.packb([self.deployment, sorted(rows, key=lambda row: row[:4])], use_bin_type=True)
+        content: bytes = msgpack.packb([self.deployment, sorted(rows)], use_bin_type=True)
         return digest(content)

@@ -17,14 +17,18 @@ KEPT: dict[str, Any] = json.loads((ROOT / "docs/evidence/stores.json").read_text
 
 
 def test_attaching_and_reloading_from_every_store_holds_its_bar() -> None:
+    """A process's first reload, too, which finds nothing of it in any cache."""
     assert report.store_objections(KEPT["stores"], STORES) == []
     assert {(row["store"], row["what"], row["count"], row["limit_s"]): row["holds"] for row in KEPT["stores"]} == {
         ("file", "attach", 10_000, 0.5): True,
         ("file", "reload", 1_000, 0.05): True,
+        ("file", "first reload", 1_000, 0.05): True,
         ("redis", "attach", 10_000, 0.5): True,
         ("redis", "reload", 1_000, 0.05): True,
+        ("redis", "first reload", 1_000, 0.05): True,
         ("layered", "attach", 10_000, 0.5): True,
         ("layered", "reload", 1_000, 0.05): True,
+        ("layered", "first reload", 1_000, 0.05): True,
     }
 
 
@@ -32,7 +36,7 @@ def test_which_stores_would_be_inside_the_bar_of_attaching_if_all_entries_were_t
     """More than the bar asks: an entry is taken apart when it is hit."""
     rows = [row for row in KEPT["stores"] if row["what"] == "attach"]
     inside = {row["store"]: row["median_s"] + row["decode_s"] < row["limit_s"] for row in rows}
-    assert inside == {"file": True, "redis": True, "layered": False}  # 0.505 s of 0.5
+    assert inside == {"file": True, "redis": True, "layered": True}  # 0.482 s of 0.5
 
 
 def test_it_is_said_whether_other_work_could_take_the_cores() -> None:

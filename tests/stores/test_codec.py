@@ -254,7 +254,7 @@ def test_parts_of_an_epoch_of_another_shape_under_a_right_digest(changes):
         ({"time": [-1.0, 0.0, 1]}, r"-1\.0 is no time"),
         ({"time": [1.0, 0.0, 0]}, "a time over 0 samples"),
         ({"time": [1, 0.0, 1]}, "1 is no time"),  # an int: not what we write
-        ({"time": [-0.0, 0.0, 1]}, "not the bytes that encoding its content gives"),  # equal to another time, and other bytes
+        ({"time": [-0.0, 0.0, 1]}, r"-0\.0 is no time"),  # equal to another time, and other bytes
         ({"tactic": ["triton", [["x", float("nan")]], False]}, "a parameter that is no number: "),
         ({"tactic": ["triton", [["b", 1], ["a", 1]], False]}, "parameters must be sorted, and each there once"),
         ({"tactic": ["triton", [["a", 1], ["a", 1]], False]}, "parameters must be sorted, and each there once"),
@@ -270,38 +270,125 @@ def test_wrong_content_under_a_right_digest(changes, message):
 
 
 OTHER_BYTES = "not the bytes that encoding its content gives"
+UNSORTED = "its problems or winners are not sorted, each there once"
+UNUSUAL_TACTICS = "its tactics are not in order of use, each there once"
 RELABELLED = msgpack.packb(["Problem", [["shapes", []], ["operation", "router"]]])
+
+
+def with_tactics(order):
+    """The epoch with its tactics in another order, or one of them twice; the winners use the same as before, by the last place of each."""
+    body = epoch_body()
+    place = {old: new for new, old in enumerate(order)}
+    rows = [[*row[:4], place[row[4]], row[5], place[row[6]], row[7]] for row in body["winners"]]
+    return {"tactics": [body["tactics"][old] for old in order], "winners": rows}
+
+
+def twice_used(tactics):
+    """The first tactic there twice, and both are used, in order."""
+    rows = epoch_body()["winners"]
+    rows[-1][4] = len(tactics)
+    return {"tactics": [*tactics, tactics[0]], "winners": rows}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"problems": epoch_body()["problems"] * 2}, OTHER_BYTES),  # each twice
-        ({"problems": [*epoch_body()["problems"], Problem.of("unused").packed]}, OTHER_BYTES),
-        ({"tactics": [*epoch_body()["tactics"], epoch_body()["tactics"][0]]}, OTHER_BYTES),
-        ({"tactics": [*epoch_body()["tactics"], ["unused", [], False]]}, OTHER_BYTES),
+        ({"problems": epoch_body()["problems"] * 2}, "no winner uses a problem of its 4"),
+        ({"problems": epoch_body()["problems"][:1] * 2}, UNSORTED),  # one twice, both used
+        ({"problems": epoch_body()["problems"][::-1]}, UNSORTED),
+        ({"problems": [*epoch_body()["problems"], Problem.of("unused").packed]}, "no winner uses a problem of its 3"),
         ({"problems": [RELABELLED, *epoch_body()["problems"][1:]]}, "not the bytes that packing its problem gives"),
         ({"problems": [msgpack.packb(["Problem", [["fields", [{}]], ["operation", "router"]]])]}, "not the bytes that packing"),
-        ({"winners": epoch_body()["winners"] + epoch_body()["winners"][:1]}, "a cell occurs twice"),
-        ({"winners": epoch_body()["winners"][::-1]}, OTHER_BYTES),
-        ({"winners": winner_row(tactic_us=-0.0)}, OTHER_BYTES),
-        ({"winners": winner_row(default_us=-0.0)}, OTHER_BYTES),
+        ({"problems": [msgpack.packb(["Problem", [["fields", [b""]], ["operation", "router"]]])]}, "not the bytes that packing"),
+        ({"problems": [msgpack.packb(["Problem", [["fields", []], {"operation": 0, "x": 0}]])]}, "not the bytes that packing"),
+        ({"problems": [msgpack.packb(["Tactic", [["fields", []], ["operation", "router"]]])]}, "not a problem: 'Tactic'"),
+        ({"problems": [msgpack.packb(["Problem", [["fields", 3], ["operation", "router"]]])]}, "not a problem"),
+        ({"problems": [msgpack.packb(["Problem", [["fields", []], ["operation", 3]]])]}, "not a problem"),
+        ({"problems": ["text"]}, "bytes-like"),
+        ({"problems": dict.fromkeys(epoch_body()["problems"])}, "dict where tuple was expected"),
+        ({"tactics": [*epoch_body()["tactics"], ["unused", [], False]]}, "no winner uses a tactic of its 4"),
+        (with_tactics([1, 0, 2]), UNUSUAL_TACTICS),
+        (twice_used(epoch_body()["tactics"]), UNUSUAL_TACTICS),
+        ({"tactics": [["triton", ["ab"], False], *epoch_body()["tactics"][1:]]}, OTHER_BYTES),  # a pair that is one text
+        ({"winners": epoch_body()["winners"] + epoch_body()["winners"][-1:]}, UNSORTED),
+        ({"winners": epoch_body()["winners"][::-1]}, UNSORTED),
+        ({"winners": winner_row(tactic_us=-0.0)}, r"-0\.0 is no time"),
+        ({"winners": winner_row(default_us=-0.0)}, r"-0\.0 is no time"),
+        ({"winners": winner_row(default_us=-1.0)}, r"-1\.0 is no time"),
+        ({"winners": winner_row(tactic_us=float("inf"))}, "inf is no time"),
+        ({"winners": winner_row(tactic_us=float("nan"))}, "nan is no time"),
         ({"winners": winner_row(tactic_us=None)}, "None is no time"),
+        ({"winners": [[*row[:5], 1, row[6], None] for row in epoch_body()["winners"]]}, "1 is no time"),
         ({"winners": winner_row(problem=2)}, "place 2 of 2"),
         ({"winners": winner_row(default=-1)}, "place -1 of 3"),
         ({"winners": winner_row(tactic=False)}, "bool where int was expected"),
         ({"winners": winner_row(low=0)}, "0-1 is no bucket"),
         ({"winners": winner_row(low=2)}, "2-1 is no bucket"),
+        ({"winners": winner_row(low=True)}, "bool where int was expected"),
         ({"winners": winner_row(mode=None)}, "NoneType where str was expected"),
-        ({"winners": 3}, "'int' object is not iterable"),
-        ({"entries": dict(sorted(ENTRIES.items(), reverse=True))}, OTHER_BYTES),
+        ({"winners": [row[:7] for row in epoch_body()["winners"]]}, "not enough values"),
+        ({"winners": [epoch_body()["winners"][0][:7], *epoch_body()["winners"][1:]]}, "is longer than argument"),
+        ({"winners": 3}, "int where tuple was expected"),
+        ({"winners": {}}, "dict where tuple was expected"),
+        ({"winners": []}, "no winner uses a problem of its 2"),
+        ({"entries": dict(sorted(ENTRIES.items(), reverse=True))}, "its entries are not sorted"),
         ({"entries": {"a": "text"}}, "str where bytes was expected"),
+        ({"entries": {b"a": b""}}, "bytes where str was expected"),
+        ({"entries": []}, "tuple where dict was expected"),
         ({"number": True}, "bool where int was expected"),
+        ({"deployment": b"qwen3-ep2"}, "bytes where str was expected"),
     ],
 )
 def test_wrong_parts_of_an_epoch_under_a_right_digest(changes, message):
     with pytest.raises(Malformed, match=f"not an epoch: .*{message}"):
         decode_epoch(seal_epoch(epoch_body(**changes)))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        msgpack.packb(epoch_body(), use_single_float=True),  # times in four bytes each, which hold them exactly
+        msgpack.packb(epoch_body(number=300)).replace(b"\xcd\x01\x2c", b"\xd1\x01\x2c"),  # a number as one that has a sign: as long
+    ],
+)
+def test_an_epoch_that_another_packer_wrote(content):
+    assert content not in (msgpack.packb(epoch_body()), msgpack.packb(epoch_body(number=300)))
+    with pytest.raises(Malformed, match=f"not an epoch: {OTHER_BYTES}"):
+        decode_epoch(seal_epoch(epoch_body(), packed=zlib.compress(content)))
+
+
+@pytest.mark.parametrize(
+    ("longer", "usual"),
+    [
+        (b"\xde\x00\x02", b"\x82"),  # the map of two
+        (b"\xdf\x00\x00\x00\x02", b"\x82"),
+        (b"\xd9\x01k", b"\xa1k"),  # a key
+        (b"\xda\x00\x01k", b"\xa1k"),
+        (b"\xc5\x00\x01v", b"\xc4\x01v"),  # an entry
+        (b"\xc6\x00\x00\x00\x01v", b"\xc4\x01v"),
+        (b"\xa1k\xc4\x01v\xa1k\xc4\x01v", b"\xa1k\xc4\x01v\xa1l\xc4\x01w"),  # a key that is there twice
+    ],
+)
+def test_an_epoch_whose_entries_another_packer_wrote(longer, usual):
+    content = msgpack.packb(epoch_body(entries={"k": b"v", "l": b"w"}))
+    other = content.replace(usual, longer)
+    assert other != content
+    assert msgpack.unpackb(other)["entries"].keys() <= {"k", "l"}
+    with pytest.raises(Malformed, match=f"not an epoch: {OTHER_BYTES}"):
+        decode_epoch(seal_epoch(epoch_body(), packed=zlib.compress(other)))
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 0xFFFF, 0x10000])
+def test_any_number_of_entries(count):
+    entries = {f"{at:05d}": b"" for at in range(count)}
+    assert decode_epoch(encode_epoch(EPOCH, entries))[1] == entries
+
+
+@pytest.mark.parametrize("size", [0, 31, 32, 0xFF, 0x100, 0xFFFF, 0x10000])
+def test_entries_and_keys_of_any_size(size):
+    """Where msgpack writes a longer head, each; the key's characters are of two bytes as well."""
+    for entries in ({"k": b"v" * size}, {"k" * size: b""}, {"k" * (size % 2) + "\xe9" * (size // 2): b""}):
+        assert decode_epoch(encode_epoch(EPOCH, entries))[1] == entries
 
 
 def test_a_time_of_minus_zero_is_written_as_zero():
