@@ -58,11 +58,12 @@ class MoEDistExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     def __init__(self, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None, num_dispatchers: int | None = None) -> None:
         super().__init__(moe_config, quant_config)
-        self._number = next(_NUMBERS)
-        _EXPERTS[self._number] = self
         self._weights: md.MoEWeightPack | None = None
-        # Some methods of vLLM make new experts when weights are reloaded. The layer's config stays: what was tuned for it goes on serving.
+        # Some methods of vLLM make new experts when weights are reloaded. The layer's config stays: what was tuned for it goes on serving,
+        # and what was compiled for it finds them by the number of those before.
         before: MoEDistExperts | None = getattr(moe_config, _EARLIER, None)
+        self._number = next(_NUMBERS) if before is None else before._number
+        _EXPERTS[self._number] = self
         self._layer: md.MoELayer | None = None
         if before is not None and before._layer is not None:
             self._layer = md.MoELayer(tuner=before._layer.tuner, extra_backends=self.native(), **before._layer.config)

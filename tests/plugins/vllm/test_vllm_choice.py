@@ -109,6 +109,13 @@ def test_static_activation_scales_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("engine")
+def test_batch_invariance_is_refused_in_vllm_s_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match=r"backend moe_dist does not support .* kernel does not support batch invariance"):
+        select(layer())
+
+
+@pytest.mark.usefixtures("engine")
 def test_formats_without_experts_of_ours_are_refused_by_name() -> None:
     from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import select_mxfp4_moe_backend
 
@@ -177,6 +184,11 @@ def test_weights_that_are_reloaded_are_served_with_what_was_tuned_before() -> No
     torch.testing.assert_close(out, truth(w1, other))
     assert again._layer is not None
     assert again._layer.tuner is experts._layer.tuner is not None
+    number = experts._number  # a compiled graph has it as a constant
+    del experts
+    out.fill_(torch.nan)
+    torch.ops.moe_dist_vllm.experts(out, x, w1, other, scores, ids, None, number)
+    torch.testing.assert_close(out, truth(w1, other))
 
 
 @pytest.mark.parametrize("setting", ["error", "native"])
