@@ -1,19 +1,19 @@
-"""A group of ranks with deadlines: what it owns is who takes part, the steps of a pass, liveness and the pass's one verdict.
+"""A group of ranks with deadlines: what it owns is the steps of a pass, liveness and the pass's one verdict.
 
 Ranks talk through a prefix of a torch.distributed Store (`rendezvous.py`), never through the framework's collectives. Every word carries
 run, restart, attachment, pass, step and rank, so a late one matches nothing. One rank, 0, gathers a step's words and
 publishes them together, or what they come to: 2 messages a rank and step, whatever the size of the group. A long word is said
 by its digest, and its bytes follow only where ranks said different ones: what all say alike never travels.
-What words are made of is said in `words.py`. Knows nothing of plans, tactics or stores of winners; `converge.py` and the tuner use it.
+What words are made of is said in `words.py`, who takes part in `member.py`. Knows nothing of plans, tactics or stores of winners;
+`converge.py` and the tuner use it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ import msgpack
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from moe_dist.distributed.claim import Claim
+from moe_dist.distributed.member import VERDICT, Member
 from moe_dist.distributed.rendezvous import Rendezvous, store_of
 from moe_dist.distributed.words import (
     Verdict,
@@ -48,7 +48,6 @@ from moe_dist.errors import (
     TuningError,
     first_line,
 )
-from moe_dist.process import Process
 from moe_dist.tuning.problem import digest
 from moe_dist.versions import code_version
 
@@ -61,7 +60,6 @@ _LOOK_REQUESTS = 2  # that this takes
 _REQUESTS_PER_S = 20_000  # of a whole group that waits, a quarter of them looks: one server answers them all
 _HEIR_LOOKS = 4  # without a word of the rank that watches, after which another does
 _PROGRESS_EVERY_S = 0.2
-_VERDICT = "verdict"
 _CLOSED = "closed"  # instead of a count of progress
 
 
@@ -115,12 +113,8 @@ class RankGroup:
         self._dead: str | None = None
         self._rendezvous = self._connect(store, host)
         self._progress_timeout, self._cap = progress_timeout.total_seconds(), cap.total_seconds()
-        self._version = version or code_version()
-        # Where every release says what it is, and who is which rank, however its other words are made and wherever they lie.
-        self._root, self._versions, self._one_version = scope, f"{scope}/version", size == 1
-        self._claim = Claim(self._rendezvous, f"{scope}/claim/{rank}", f"rank {rank} of group {scope!r}")
-        self._attachment = 0  # taken with the first pass
-        self._missed: Verdict | None = None
+        self._member = Member(self._rendezvous, scope, rank, self.names, version or code_version())
+        self._one_version = size == 1
         self._pass = 0
         self._pass_start = 0.0
         self._step, self._call = 0, ""
@@ -134,10 +128,7 @@ class RankGroup:
         self._open = False
         self._closed = False
         try:
-            if (former := self._claim.take()) is not None:
-                self._end_for(former)
-            if size > 1:  # only then: whoever is killed before leaves the next one the same to end
-                self._rendezvous.set(f"{self._versions}/{rank}", self._version)
+            self._member.take_place()
         except TuningError:
             self._rendezvous.close()
             raise
@@ -200,31 +191,15 @@ class RankGroup:
             raise TunerStateError(f"this group is dead ({self.dead}); start a new group or restart the process")
         if self._open:
             raise TunerStateError("a pass is already open on this group; two can't run at once")
-        if not self._attachment and (successor := self._claim.lost_to()) is not None:
-            self._die_of(self._started_again(self._claim.process, successor))
+        if not self._member.attachment and (ended := self._member.replaced()) is not None:
+            self._die_of(ended)
         self._count_pass()
         self._step, self._call = 0, call
         self._pass_start = self._clock.monotonic()
         self._open = True
 
     def _count_pass(self) -> None:
-        """Attachments are counted by their first passes: one that was refused, or closed unused, on one rank moved no counter.
-
-        One that has ended because this rank did not come to it (it was refused then, or is late) is left behind: peers that come
-        again count on. Who then waits for them in vain says what they said.
-        """
-        while not self._attachment:
-            self._attachment = self._rendezvous.count(f"{self._scope}/attach/{self.rank}")
-            verdict = f"{self._base}/1/{_VERDICT}"
-            if self._rendezvous.holds(verdict):
-                ended = Verdict.from_text(self._rendezvous.get(verdict).decode())
-                if ended.error == RankLost.__name__ and self.names[self.rank] in ended.ranks:
-                    self._missed, self._attachment = ended, 0
-                elif ended.error == SettingsDiffer.__name__ and len(set(self._said_versions())) == 1:
-                    # Concluded when this rank, or another, was of another version. Who goes on there would wait for it in vain.
-                    message = "all ranks run the same moe_dist again, after a restart: make a new tuner on all ranks, or restart them all"
-                    self._end(self._scope, self._attachment, Verdict.of(RankLost(message, ended.ranks)))
-                    self._attachment = 0
+        self._member.attach()
         self._pass += 1
 
     @contextlib.contextmanager
@@ -312,7 +287,7 @@ class RankGroup:
         self._progress += 1
         now = self._clock.monotonic()
         if (
-            self._attachment
+            self._member.attachment
             and self.size > 1
             and not self.dead
             and not self._closed
@@ -326,7 +301,7 @@ class RankGroup:
         if self.is_leader:
             verdict = self._decide(Verdict(committed=table_digest))
         else:
-            self._await([self._key(_VERDICT)], "commit", "commit", lambda: [0], verdict=True)
+            self._await([self._key(VERDICT)], "commit", "commit", lambda: [0], verdict=True)
             verdict = self._read_verdict()
         self._open = False
         error = why_not_served(verdict, table_digest, self._pass, self.names[self.rank])
@@ -372,13 +347,13 @@ class RankGroup:
         """Give up the claim, so that another may be made on these ranks; this one goes on under its own words. Idempotent."""
         if not self._closed:
             with contextlib.suppress(RendezvousLost):
-                self._claim.release()
+                self._member.release()
 
     def close(self) -> None:
         """Release the request thread and the claim on the ranks, and say so: who waits for this rank in a later pass raises
         RankWithdrawn at once. Idempotent. A request stuck in a dead server is not waited for."""
         if not self._closed:
-            if self._attachment and self.size > 1 and not self.dead:
+            if self._member.attachment and self.size > 1 and not self.dead:
                 with contextlib.suppress(RendezvousLost):
                     self._rendezvous.set(self._progress_of(self.rank), _CLOSED)
             self.release()
@@ -387,49 +362,9 @@ class RankGroup:
 
     # -- below: the rendezvous -------------------------------------------------------------------------------------------
 
-    def _end_for(self, former: Process) -> None:
-        """End what `former`, the process that was this rank before, had begun with its peers, or would begin next: who waits for it
-        learns at once that nobody comes, and so does `former` itself, should it run somewhere."""
-        place = f"{self._versions}/{self.rank}"
-        version = self._rendezvous.get(place).decode() if self._rendezvous.holds(place) else self._version
-        replaced = version if version != self._version else ""
-        said, scope = self._started_again(former, self._claim.process, replaced), f"{self._root}/{version}"
-        # Where peers speak another version it comes to no next attachment of theirs, either.
-        whose = range(self.size) if replaced else [self.rank]
-        begun = self._values({rank: f"{scope}/attach/{rank}" for rank in whose})
-        for attachment in range(1, 1 + max(int(count or 0) for count in begun.values())):
-            if self._end(scope, attachment, said) == said:
-                self._missed = said  # if its peers don't come to the next attachment, either
-
-    def _end(self, scope: str, attachment: int, said: Verdict) -> Verdict:
-        """Let no further pass begin in an attachment; what ended it, `said` or an earlier verdict."""
-        for number in itertools.count(1):
-            ended = Verdict.from_text(self._rendezvous.settle(f"{scope}/{attachment}/{number}/{_VERDICT}", said.to_text()))
-            if ended.ends_group:
-                return ended
-        raise AssertionError
-
-    def _started_again(self, former: Process, successor: Process, replaced: str = "") -> Verdict:
-        """What ends an attachment when `successor` has become this rank in the place of `former`. replaced: the version of that, where
-        it was another."""
-        name = self.names[self.rank]
-        message = f"rank {name} was started again, as {successor} in place of {former}"
-        if replaced:
-            message += f", with moe_dist {self._version} in place of {replaced}: install the same on all ranks, then"
-        else:
-            message += ":"
-        message += " make a new tuner on all ranks, or restart them all"
-        if former.runs() is not False:
-            message += "; if both processes run, end the one that was not meant to be this rank"
-        return Verdict.of(RankLost(message, [name]))
-
-    @property
-    def _scope(self) -> str:
-        return f"{self._root}/{self._version}"
-
     @property
     def _base(self) -> str:
-        return f"{self._scope}/{self._attachment}"
+        return self._member.base
 
     def _key(self, name: str) -> str:
         return f"{self._base}/{self._pass}/{name}"
@@ -454,7 +389,7 @@ class RankGroup:
             if now - looked < self._look_s:
                 continue
             looked = now
-            if self._rendezvous.holds(self._key(_VERDICT)):
+            if self._rendezvous.holds(self._key(VERDICT)):
                 # A commit follows the last words: they may have come between the two looks.
                 if verdict or self._rendezvous.holds(*keys):
                     return
@@ -498,7 +433,7 @@ class RankGroup:
 
     def _require_one_version(self) -> None:
         """SettingsDiffer, the same on all ranks, once all have said their version."""
-        if self._one_version or not (versions := self._said_versions()):
+        if self._one_version or not (versions := self._member.versions()):
             return
         try:
             require_one_version(versions, self.names)
@@ -507,11 +442,6 @@ class RankGroup:
                 return  # by all who were of one version until then: adopt it
             raise
         self._one_version = True  # and it stays so: who is started again as another ends the attachment
-
-    def _said_versions(self) -> list[str]:
-        """Of all ranks; none until each has said its own."""
-        places = [f"{self._versions}/{rank}" for rank in range(self.size)]
-        return [version.decode() for version in self._rendezvous.get_many(places)] if self._rendezvous.holds(*places) else []
 
     def _silent(self, name: str) -> list[int]:
         """The ranks that this one waits for in step `name`."""
@@ -533,13 +463,8 @@ class RankGroup:
 
     def _progress_counts(self, ranks: Sequence[int]) -> dict[int, bytes]:
         """How far each has moved, b"": it has not begun."""
-        return self._values({rank: self._progress_of(rank) for rank in ranks})
-
-    def _values(self, places: Mapping[int, str]) -> dict[int, bytes]:
-        """What is under each place, b"": nothing."""
-        absent = set(self._rendezvous.absent(list(places.values())))
-        there = {rank: key for rank, key in places.items() if key not in absent}
-        return dict.fromkeys(places, b"") | dict(zip(there, self._rendezvous.get_many(list(there.values())), strict=True))
+        found = self._rendezvous.found([self._progress_of(rank) for rank in ranks])
+        return {rank: found.get(self._progress_of(rank), b"") for rank in ranks}
 
     def _lose(self, ranks: list[int], step: str, *, over_cap: bool) -> None:
         why = f"the pass outlasted its cap of {self._cap:.0f} s" if over_cap else f"no progress for {self._progress_timeout:.0f} s"
@@ -563,16 +488,16 @@ class RankGroup:
 
     def _decide(self, wanted: Verdict) -> Verdict:
         """Compare-and-set the pass's one key from nothing to `wanted`; what it then says is the verdict for everyone."""
-        return Verdict.from_text(self._rendezvous.settle(self._key(_VERDICT), wanted.to_text()))
+        return Verdict.from_text(self._rendezvous.settle(self._key(VERDICT), wanted.to_text()))
 
     def _read_verdict(self) -> Verdict:
-        return Verdict.from_text(self._rendezvous.get(self._key(_VERDICT)).decode())
+        return Verdict.from_text(self._rendezvous.get(self._key(VERDICT)).decode())
 
     def _die_of(self, verdict: Verdict) -> None:
         # Nobody met here: why is what ended the attachment that this rank missed, for who gives up and for who comes too late for that.
         nobody_came = self._pass == 1 and verdict.error == "RankLost" and len(verdict.ranks) == self.size - 1
-        if self._missed is not None and nobody_came:
-            verdict = self._missed
+        if self._member.missed is not None and nobody_came:
+            verdict = self._member.missed
         if verdict.ends_group:
             self.dead = verdict.message
         if (error := verdict.exception) is not None:

@@ -61,6 +61,12 @@ class Rendezvous:
         parts = [list(keys[at : at + KEYS_A_REQUEST]) for at in range(0, len(keys), KEYS_A_REQUEST)]
         return [bytes(value) for part in parts for value in self._ask(lambda part=part: self._store.multi_get(part))]  # type: ignore[misc]
 
+    def found(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """The values of those of `keys` that are there."""
+        absent = set(self.absent(keys))
+        there = [key for key in keys if key not in absent]
+        return dict(zip(there, self.get_many(there), strict=True))
+
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(lambda: self._store.set(key, value))
 

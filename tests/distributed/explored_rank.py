@@ -40,6 +40,9 @@ WORD = re.compile(r"/\d{6}/(?!watch)")  # of a step
 Request = tuple[Any, ...]  # what is asked, the key or keys, what else it takes
 
 
+HOLDS_NOTHING = ("_member", "_rendezvous", "member_rendezvous", "member_claim")  # of what a rank does next
+
+
 class Crash(BaseException):
     """Ends a rank's thread between two requests; nothing that it does afterwards reaches the rendezvous."""
 
@@ -230,7 +233,8 @@ class RankThread:
         if self.request[0] != "set" or not (closes or WORD.search(self.request[1])) or self.group is None:
             return None
         times = {"_pass_start": self.scenario.cap_s + LOOK_S, "_progress_sent": LOOK_S}  # beyond which they make no difference
-        kept = {name: value for name, value in vars(self.group).items() if name not in ("_rendezvous", "_claim", *times)}
+        state = vars(self.group) | {f"member{name}": value for name, value in vars(self.group._member).items()}
+        kept = {name: value for name, value in state.items() if name not in HOLDS_NOTHING and name not in times}
         ago = tuple(round(min(self.clock_s - getattr(self.group, name), most), 3) for name, most in times.items())
         return (self.index, self.life, self.request, repr(sorted(kept.items())), ago, tuple(self.told), tuple(self.log))
 
@@ -303,7 +307,7 @@ class _Seat:
         culprits = error.ranks if isinstance(error, GroupError) else ()
         runs = all(self._operation.why_not(winner.tactic, cell.bucket) is None for cell, winner in tuned.epoch.winners.items())
         name = "" if error is None else type(error).__name__
-        where = (tuned.group._attachment, tuned.group._pass, bool(self._thread.life) and self._scenario.renewed != "this")
+        where = (tuned.group._member.attachment, tuned.group._pass, bool(self._thread.life) and self._scenario.renewed != "this")
         self._thread.log.append(Ended(call, name, tuple(culprits), str(error or ""), tuned.epoch.digest, runs, where))
 
     # -- calls ---------------------------------------------------------------------------------------------------------------------

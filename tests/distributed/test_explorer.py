@@ -17,6 +17,7 @@ from distributed.explorer import Explorer, replace_in_code
 from moe_dist.distributed import converge, plan
 from moe_dist.distributed import group as group_module
 from moe_dist.distributed.group import RankGroup
+from moe_dist.distributed.member import Member
 from moe_dist.tuning import rounds, tuner
 
 WARM = stored()
@@ -158,8 +159,8 @@ GUARDS: dict[str, tuple[Scenario, list[tuple[Any, str, str, str]], str]] = {
         Scenario(entries=WARM, slow=2),
         [
             (
-                RankGroup, "_decide", "self._rendezvous.settle(self._key(_VERDICT), wanted.to_text())",
-                "(self._rendezvous.set(self._key(_VERDICT), wanted.to_text()), wanted.to_text())[1]",
+                RankGroup, "_decide", "self._rendezvous.settle(self._key(VERDICT), wanted.to_text())",
+                "(self._rendezvous.set(self._key(VERDICT), wanted.to_text()), wanted.to_text())[1]",
             )
         ],
         "a table is served that was not committed|two survivors serve different tables|survivors end differently",
@@ -169,7 +170,7 @@ GUARDS: dict[str, tuple[Scenario, list[tuple[Any, str, str, str]], str]] = {
         [
             (
                 RankGroup, "commit",
-                'self._await([self._key(_VERDICT)], "commit", "commit", lambda: [0], verdict=True)\n        verdict = self._read_verdict()',
+                'self._await([self._key(VERDICT)], "commit", "commit", lambda: [0], verdict=True)\n        verdict = self._read_verdict()',
                 "verdict = Verdict(committed=table_digest)",
             )
         ],
@@ -192,7 +193,7 @@ GUARDS: dict[str, tuple[Scenario, list[tuple[Any, str, str, str]], str]] = {
     ),
     "words carry their attachment": (
         Scenario(calls=("pass", "reopen", "pass"), entries=WARM, slow=0, allowed=LEAVES),
-        [(RankGroup, "_base", "{self._scope}/{self._attachment}", "{self._scope}/1")],
+        [(Member, "base", "{self._scope}/{self.attachment}", "{self._scope}/1")],
         "a call ended with|is waited for when it is gone|is read when it is",
     ),
     "a step's words say call and step": (
@@ -207,7 +208,7 @@ GUARDS: dict[str, tuple[Scenario, list[tuple[Any, str, str, str]], str]] = {
     ),
     "versions are said": (
         Scenario(versions={1: "other"}, entries=WARM, slow=0, crashes=0, allowed=("SettingsDiffer",)),
-        [(RankGroup, "_require_one_version", "if self._one_version or not (versions := self._said_versions()):", "if True:")],
+        [(RankGroup, "_require_one_version", "if self._one_version or not (versions := self._member.versions()):", "if True:")],
         "a call ended with RankLost",
     ),
     "who closes says so": (
@@ -240,12 +241,12 @@ GUARDS: dict[str, tuple[Scenario, list[tuple[Any, str, str, str]], str]] = {
     ),
     "a rank that is started again ends what it had begun": (
         Scenario(entries=WARM, reborn="alone", slow=0, allowed=LEAVES, says="started again"),
-        [(RankGroup, "__init__", "self._end_for(former)", "pass")],
+        [(Member, "take_place", "self._end_for(former)", "pass")],
         "a rank says rank . lost",
     ),
     "a rank that is started again as another version ends it where its peers are": (
         Scenario(entries=WARM, reborn="alone", renewed="other", slow=0, allowed=RENEWED, says="started again"),
-        [(RankGroup, "_end_for", 'f"{self._root}/{version}"', "self._scope")],
+        [(Member, "_end_for", 'f"{self._root}/{version}"', "self._scope")],
         "a rank says rank . lost",
     ),
     "a commit stands, whatever version somebody has become": (
@@ -256,8 +257,8 @@ GUARDS: dict[str, tuple[Scenario, list[tuple[Any, str, str, str]], str]] = {
     "words carry their restart": (
         Scenario(entries=WARM, reborn="all", slow=0, allowed=()),
         [  # which tell a former run's words from this one's, too
-            (RankGroup, "__init__", "self._end_for(former)", "pass"),
-            (RankGroup, "_base", "{self._scope}/{self._attachment}", "{self._scope}/1"),
+            (Member, "take_place", "self._end_for(former)", "pass"),
+            (Member, "base", "{self._scope}/{self.attachment}", "{self._scope}/1"),
         ],
         "a call ended with|is waited for when it is gone|is read when it is",
     ),

@@ -20,7 +20,7 @@ def test_two_replicas_of_two_stages_of_two_by_two() -> None:
 
 
 # One of each kind alone, all together, and sizes that are no powers of two.
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 1, 1, 1), (1, 3, 1, 1), (1, 1, 3, 1), (1, 1, 1, 2), (2, 3, 2, 2)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 1, 1, 1), (1, 3, 1, 1), (1, 1, 3, 1), (1, 1, 1, 2), (2, 4, 1, 2), (2, 3, 2, 2)])
 def test_groups_cover_all_ranks_once_and_hold_every_share_once(sizes: tuple[int, int, int, int]) -> None:
     layout = Layout(tp=sizes[0], ep=sizes[1], pp=sizes[2], dp=sizes[3])
     places = [layout.place(rank) for rank in range(layout.world_size)]

@@ -96,7 +96,7 @@ def test_a_rank_killed_amid_a_pass_and_started_again_alone_as_another_release(tm
 
 
 def place(rank: RankGroup) -> str:
-    return f"{rank._root}/claim/{rank.rank}"
+    return f"{rank._member._root}/claim/{rank.rank}"
 
 
 def becomes(rank: RankGroup, store: Any, **other: Any) -> Process:
