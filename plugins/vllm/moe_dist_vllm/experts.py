@@ -62,7 +62,7 @@ class MoEDistExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         # Some methods of vLLM make new experts when weights are reloaded. The layer's config stays: what was tuned for it goes on serving,
         # and what was compiled for it finds them by the number of those before.
         before: MoEDistExperts | None = getattr(moe_config, _EARLIER, None)
-        self._number = next(_NUMBERS) if before is None else before._number
+        self._number: int = next(_NUMBERS) if before is None else before._number
         _EXPERTS[self._number] = self
         self._layer: md.MoELayer | None = None
         if before is not None and before._layer is not None:
