@@ -10,7 +10,8 @@ write (2), `db`, `ca` (a file of certificates to trust), `cert` and `key` (files
 `sentinel_user` and `sentinel_password`.
 
 Key a/b/c is the string PREFIX:{a/b}/c. The braces are a hash tag: on a cluster the keys of one folder lie in one slot, so an
-environment's entries are read in bulk from one node. A value is one SET, an epoch with its entries included, so a reader sees
+environment's entries are read in bulk from one node. A bulk read is one pipeline, without a transaction, of at most 10,000 keys; on a
+cluster one command of at most 1,000. A value is one SET, an epoch with its entries included, so a reader sees
 all of it or none. No trip to the server waits longer than three timeouts in all, whatever it waits for: attempts, host names, seeds and
 sentinels (asked side by side), an answer that comes by drops. Then the server is left alone for a while. A listing of a large database
 may take `_SCAN_LIMIT_S`, and says at each of its trips that it goes on. Pauses differ from process to process, so that a thousand ranks
@@ -37,7 +38,8 @@ SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redi
 PARAMETERS = ("prefix", "ttl", "timeout", "db", "ca", "cert", "key", "verify", "sentinel_user", "sentinel_password")
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,64}")  # nothing that SCAN's patterns or a hash tag would take for its own
 _PORTS = {"sentinel": 26379}
-_CHUNK = 1000  # keys a trip: a reply of a few MB, which holds the server for milliseconds
+_CHUNK = 1000  # keys a command: a reply of a few MB, which holds the server for milliseconds
+_COMMANDS = 10  # a trip: a server that is asked faster than it can send keeps the replies, for each who reads at once
 _ATTEMPTS = 3
 _SCAN_LIMIT_S = 30.0
 _T = TypeVar("_T")
@@ -229,10 +231,10 @@ class RedisStore(DegradingStore):
 
     def _read(self, keys: list[str]) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
-        for chunk in self._chunks(keys):
-            names = [self._name(key) for key in chunk]
-            values = self._call(functools.partial(_mget, names))
-            found.update((key, value) for key, value in zip(chunk, values, strict=True) if value is not None)
+        for trip in self._trips(keys):
+            answers = self._call(functools.partial(_mget, [[self._name(key) for key in chunk] for chunk in trip]))
+            for chunk, values in zip(trip, answers, strict=True):
+                found.update((key, value) for key, value in zip(chunk, values, strict=True) if value is not None)
         return found
 
     def _write(self, key: str, value: bytes) -> None:
@@ -266,12 +268,15 @@ class RedisStore(DegradingStore):
         key = f"{folder}/{last}" if folder else last
         return key if closing and KEY.fullmatch(key) else None
 
-    def _chunks(self, keys: list[str]) -> Iterator[list[str]]:
+    def _trips(self, keys: list[str]) -> Iterator[list[list[str]]]:
+        """The keys of each command of each trip; on a cluster a trip goes to one slot, which is one command's."""
         groups: dict[str, list[str]] = {}
         for key in keys:
             groups.setdefault(key.rpartition("/")[0] if self._cluster else "", []).append(key)
         for group in groups.values():
-            yield from (group[at : at + _CHUNK] for at in range(0, len(group), _CHUNK))
+            chunks = [group[at : at + _CHUNK] for at in range(0, len(group), _CHUNK)]
+            commands = 1 if self._cluster else _COMMANDS
+            yield from (chunks[at : at + commands] for at in range(0, len(chunks), commands))
 
     def _call(self, command: Callable[[Any], _T]) -> _T:
         """Unavailable: the server can't be reached within the limit (it then rests), or refuses."""
@@ -342,11 +347,21 @@ def _scan_on(node: Any, cursor: int, pattern: str, client: Any) -> tuple[int, li
     return at, names
 
 
-def _mget(names: list[str], client: Any) -> list[bytes | None]:
-    values: list[bytes | None] = client.mget(names)
-    if len(values) != len(names) or not all(value is None or isinstance(value, bytes) for value in values):
-        raise TypeError("the answer to MGET is none")
-    return values
+def _mget(chunks: list[list[str]], client: Any) -> list[list[bytes | None]]:
+    """One trip: each command's names, each command's values."""
+    if len(chunks) == 1:
+        answers = [client.mget(chunks[0])]
+    else:
+        with client.pipeline(transaction=False) as pipeline:
+            for names in chunks:
+                pipeline.mget(names)
+            answers = pipeline.execute(raise_on_error=False)  # which would put all the names into its message
+    for names, values in zip(chunks, answers, strict=True):
+        if isinstance(values, Exception):
+            raise values
+        if len(values) != len(names) or not all(value is None or isinstance(value, bytes) for value in values):
+            raise TypeError("the answer to MGET is none")
+    return answers
 
 
 def _set(name: str, value: bytes, ttl_ms: int | None, client: Any) -> None:

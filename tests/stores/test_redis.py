@@ -61,16 +61,39 @@ def test_strangers_keys_are_no_entries(server):
     assert store.degraded is None
 
 
-def test_more_keys_than_one_trip_takes(server):
-    store = open_store(url_of(server))
-    keys = [f"x/k{number}" for number in range(2500)]  # two full trips and a part
+@pytest.mark.parametrize(
+    ("count", "commands", "trips"),
+    [
+        (2500, 3, 1),  # two full commands and a part
+        (10_000, 10, 1),  # what a store is attached with at the most, by the bar
+        (10_001, 11, 2),  # no trip brings more, however many are asked for
+    ],
+)
+def test_a_bulk_read_is_one_pipeline(server, count, commands, trips):
+    keys = [f"x/k{number}" for number in range(count)]
     with server.client() as client:
-        client.mset({f"moe_dist:{{x}}/k{number}": number for number in range(2500)})
-    assert store.list("x") == sorted(keys)
-    assert store.get_many(keys) == {key: str(number).encode() for number, key in enumerate(keys)}
+        client.mset({f"moe_dist:{{x}}/k{number}": number for number in range(count)})
+        client.config_resetstat()
+        store = RedisStore.from_url(url_of(server))
+        made, call = [], store._call
+        store._call = lambda command: (made.append(command), call(command))[1]
+        assert store.get_many(keys) == {key: str(number).encode() for number, key in enumerate(keys)}
+        sent = client.info("commandstats")
+    assert (sent["cmdstat_mget"]["calls"], len(made)) == (commands, trips)
+    assert {"cmdstat_multi", "cmdstat_exec"}.isdisjoint(sent), "no transaction, which would hold the server for all of it"
 
 
-def test_a_listing_scans_one_environment_and_a_bulk_read_is_one_trip_a_thousand_keys(server):
+def test_a_pipeline_that_is_refused_says_why_in_a_line(server):
+    """And not all the names that it asked for."""
+    with server.client() as client:
+        client.acl_setuser("blind", enabled=True, nopass=True, keys=["*"], categories=["+@all"], commands=["-mget"])
+    store = open_store(url_of(server).replace("redis://", "redis://blind:any@"))
+    assert store.get_many([f"x/k{number}" for number in range(2500)]) == {}
+    assert "mget" in store.degraded.lower()
+    assert len(store.degraded) < 200
+
+
+def test_a_listing_scans_one_environment_and_a_bulk_read_asks_a_thousand_keys_a_command(server):
     with server.client() as client:
         client.mset({f"moe_dist:{{entries/e{number % 2}}}/k{number}": number for number in range(3000)})
         client.config_resetstat()
