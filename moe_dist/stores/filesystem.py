@@ -4,9 +4,11 @@ The value of key a/b/c is ROOT/a/b/c+value; the suffix has a character that no k
 key needs a folder. A value is written to a temporary file beside it, synced, and renamed. A writer holds a lock on its
 temporary file, so a killed one's is told from a live one's, and is removed when a store that may write is next attached. Only to
 this kernel's own writers does a lock prove that: on a mount that locks within each host alone (Lustre's localflock, NFS's
-local_lock) a live writer elsewhere seems to hold none. Its file names another mount, and goes once it is an hour older than one
-written now. Files that are not ours are never touched. The kernel bounds disk waits, we can't: a hard NFS mount whose server is
-gone blocks as it blocks everyone.
+local_lock) a live writer elsewhere seems to hold none. Its file names another mount, and goes once it is five minutes older than one
+written now: a writer that lives, and stalled for so long, finds it gone and writes again. No sooner, not even a file of this host from
+before its last start: a machine id, an address and a name may be another's as well (clones and containers of one image have the same), so
+nothing tells that host's files from those of one that runs. Files that are not ours are never touched. The kernel bounds disk waits, we
+can't: a hard NFS mount whose server is gone blocks as it blocks everyone.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ SUFFIX = "+value"
 TEMPORARY = ".moe-dist-tmp-"
 _ATTEMPTS = 3  # how often a folder or a temporary file may vanish under one write
 _RETRY_AFTER = timedelta(seconds=30)  # until a disk that was full is asked again to take what was kept; a `put` always asks it
-_DEAD_AGE_S = 3600.0  # where a lock proves nothing, a temporary file this old has no live writer
+_DEAD_AGE_S = 300.0  # where a lock proves nothing, a temporary file this old has no live writer, or one that will write it again
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ELOOP}  # no file, or no file of ours: a plain miss
 
@@ -40,8 +42,8 @@ class FilesystemStore(DegradingStore):
     """path: the directory; made at the first `put`. sweep: remove what dead writers left; False where nothing may be written."""
 
     def __init__(self, path: str | Path, *, sweep: bool = True) -> None:
-        self._root = os.path.abspath(os.path.expanduser(path))
-        super().__init__(Path(self._root).as_uri(), retry_after=_RETRY_AFTER)
+        self._root = os.path.abspath(os.path.expanduser(path)).rstrip("/")  # "": the root of all folders
+        super().__init__(Path(self._root or "/").as_uri(), retry_after=_RETRY_AFTER)
         self._lasting: set[str] = set()  # folders that a crash leaves in place: this handle has synced their parents
         if sweep:
             self._sweep()
@@ -53,7 +55,7 @@ class FilesystemStore(DegradingStore):
 
     def exists(self) -> bool:
         """Whether somebody has made the directory."""
-        return os.path.isdir(self._root)
+        return os.path.isdir(self._root or "/")
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -91,7 +93,7 @@ class FilesystemStore(DegradingStore):
         """Make `folder`, and have it outlast a crash. That it is there says nothing: who made it may not have synced it yet."""
         if folder in self._lasting and os.path.isdir(folder):
             return
-        top = self._root
+        top = self._root or "/"
         while not os.path.exists(os.path.dirname(top)):
             top = os.path.dirname(top)
         os.makedirs(folder, exist_ok=True)
@@ -124,17 +126,17 @@ class FilesystemStore(DegradingStore):
         for folder, name in _walk(self._root, lambda reason: None):  # what is wrong is said at the first use
             if name.startswith(TEMPORARY):
                 with contextlib.suppress(OSError):
-                    _remove_if_dead(folder, name, now_s)
+                    _remove_if_dead(folder or "/", name, now_s)
 
 
 def _walk(root: str, failed: Callable[[str], None]) -> Iterator[tuple[str, str]]:
-    """(folder, name) of all regular files below `root`. Links to folders are not followed, so a loop is none; a folder that
+    """(folder, name) of all regular files below `root`; "": the root of all folders. Links to folders are not followed, so a loop is none; a folder that
     can't be read does not hide the others."""
     folders = [root]
     while folders:
         folder = folders.pop()
         try:
-            with os.scandir(folder) as items:
+            with os.scandir(folder or "/") as items:
                 for item in items:
                     if item.is_dir(follow_symlinks=False):
                         folders.append(item.path)

@@ -1,5 +1,6 @@
 """The store in a directory: what a disk, a killed writer or a stranger's file can do to it."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -90,6 +91,34 @@ def test_the_root_of_all_folders(tmp_path, monkeypatch):
     FilesystemStore("/", sweep=False)._make_lasting(str(tmp_path / "made"))
     assert (tmp_path / "made").is_dir()
     assert synced == [str(parent) for parent in (tmp_path, *tmp_path.parents)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may take another folder for the root of all")
+def test_a_store_in_the_root_of_all_folders(tmp_path):
+    """Its keys come back whole: in a process whose root is a folder of this test."""
+    (tmp_path / "entries/e1").mkdir(parents=True)
+    dead = [tmp_path / f"{TEMPORARY}dead", tmp_path / f"entries/e1/{TEMPORARY}dead"]
+    for path in dead:
+        path.touch()
+        os.utime(path, (0, 0))
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.chroot(tmp_path)
+            store = FilesystemStore("/")
+            put = [store.put(key, key.encode()) for key in ("top", "entries/e1/k1")]
+            found = [store.list(""), store.list("entries"), store.get_many(store.list("")), store.url, store.exists(), store.degraded]
+            os.write(write, repr([put, *found]).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        said = ast.literal_eval(answer.read())
+    os.waitpid(child, 0)
+    values = {"entries/e1/k1": b"entries/e1/k1", "top": b"top"}
+    assert said == [[True, True], [*values], ["entries/e1/k1"], values, "file:///", True, None]
+    assert not any(path.exists() for path in dead)
+    assert FilesystemStore(tmp_path).get_many(values) == values
 
 
 def test_a_writer_whose_temporary_file_vanishes_writes_again(tmp_path, monkeypatch):

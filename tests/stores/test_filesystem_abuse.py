@@ -422,6 +422,26 @@ def test_where_locks_are_each_hosts_own_no_other_host_removes_a_live_writers_fil
     assert left == ([1] if host == "another" else [0, 0, 0])  # it is tried three times
 
 
+def test_a_live_writer_that_stalled_until_another_host_took_it_for_dead_writes_again(tmp_path, monkeypatch):
+    """As when a file server was gone for a while; locks are each host's own."""
+    monkeypatch.setattr(fcntl, "flock", lambda handle, operation: None)
+    left = []
+
+    def attach():
+        if not left:
+            (stalled,) = temporaries(tmp_path)
+            os.utime(stalled, (0, 0))
+        with monkeypatch.context() as patch:
+            patch.setattr(filesystem, "_boot_id", lambda: "another kernel's")
+            FilesystemStore(tmp_path)
+        left.append(len(temporaries(tmp_path)))
+
+    attach_at_each_sync(monkeypatch, attach)
+    assert FilesystemStore(tmp_path).put("a/b", b"1")
+    assert left == [0, 1]
+    assert FilesystemStore(tmp_path).get("a/b") == b"1"
+
+
 def test_through_two_mounts_with_locks_of_their_own_nobody_removes_a_live_writers_file(tmp_path, monkeypatch):
     with two_mounts(tmp_path / "disk") as (one, two):
         store, left = FilesystemStore(one), []
@@ -438,14 +458,14 @@ def test_through_two_mounts_with_locks_of_their_own_nobody_removes_a_live_writer
         assert temporaries(one) == []
 
 
-def test_a_strangers_temporary_file_goes_at_an_hour_by_the_file_systems_own_time(tmp_path, monkeypatch):
+def test_a_strangers_temporary_file_goes_at_five_minutes_by_the_file_systems_own_time(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 4e9)  # this host's clock is far ahead
     FilesystemStore(tmp_path).put("a/b", b"1")
     now_s = (tmp_path / f"a/b{SUFFIX}").stat().st_mtime
     paths = {name: tmp_path / f"a/{TEMPORARY}{name}" for name in ("0123456789abcdef-old", "0123456789abcdef-young", "oldname", "youngname")}
     for name, path in paths.items():
         path.write_bytes(b"part")
-        age_s = 3700 if "old" in name else 3000  # ten minutes for this test
+        age_s = 310 if "old" in name else 60  # four minutes for this test
         os.utime(path, (now_s - age_s, now_s - age_s))
     FilesystemStore(tmp_path)
     assert sorted(temporaries(tmp_path)) == sorted(path for name, path in paths.items() if "young" in name)
