@@ -1,13 +1,17 @@
 """The `moe-dist` command. Owns the list of subcommands and how an error becomes one line and an exit code.
 
 A subcommand is a module with `HELP`, `add_arguments(parser)` and `run(arguments) -> exit code`. Exit codes: 0 done; 1 it was
-tried and failed; 2 it was asked for wrongly, and nothing was started; 128 + n ended by signal n.
+tried and failed; 2 it was asked for wrongly, and nothing was started; 128 + n ended by signal n, which it also says of SIGPIPE where
+nobody reads on what it prints.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -48,7 +52,25 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. What every rank was told wrongly, rank 0 says, in one line; all exit alike."""
+    """Run one subcommand. What every rank was told wrongly, rank 0 says, in one line; all exit alike. Whoever stops reading (`| head`)
+    ends it without a word."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            print(end="", flush=True)  # else it is the interpreter's end that finds nobody there, and says so
+    except BrokenPipeError:
+        unread = [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]
+        if not unread:
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in unread:
+            os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        return 128 + signal.SIGPIPE
+
+
+def _run(argv: Sequence[str] | None) -> int:
     rank = 0
     try:
         rank = rank_settings().rank
@@ -60,3 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank == 0:
             print(f"moe-dist: {error}", file=sys.stderr)
         return 2 if isinstance(error, WRONGLY_ASKED) else 1
+
+
+def _is_unread(stream: Any) -> bool:
+    """Whether `stream` is a pipe whose other end is closed."""
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno(), 0)
+    except (AttributeError, OSError, ValueError):  # none, or no file
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from moe_dist.cli.checks import quiet_stores, require_reached, require_there
 from moe_dist.distributed.epoch import EPOCHS
-from moe_dist.errors import ConfigError
+from moe_dist.errors import ConfigError, StoreError
 from moe_dist.settings import default_store
-from moe_dist.stores.base import Store
+from moe_dist.stores.base import KEY, Store
 from moe_dist.stores.codec import Malformed, decode_entry, decode_epoch
 from moe_dist.stores.open import open_store
 from moe_dist.tuning.identity import ENTRIES
@@ -39,18 +41,34 @@ def _add_store(parser: argparse.ArgumentParser, *, default: str | None) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """StoreError: the store is not there, or can't be reached: what it holds is then not known."""
+    """StoreError: the store is not there, or can't be reached: what it holds is then not known. ConfigError: a key is a place."""
+    given = vars(arguments)
+    named = [name for name in (given.get("prefix"), given.get("key"), *given.get("keys", ())) if name]
+    for name in named:
+        if ":" in name:  # not shown: it may hold a password
+            raise ConfigError(f"`store {arguments.action}` was given a URL where a key belongs; did you mean --store?")
+        if not KEY.fullmatch(name.rstrip("/")) and (meant := _store_meant([name])):
+            raise ConfigError(f"{name!r} is no key{meant}")
     store = open_store(arguments.store or default_store())
     try:
-        require_there(store)
+        try:
+            require_there(store)
+        except StoreError as error:
+            raise StoreError(f"{error}{_store_meant(named)}") from None
         with quiet_stores():
             return {"ls": _ls, "show": _show, "rm": _rm}[arguments.action](store, arguments)
     finally:
         store.close()
 
 
+def _store_meant(named: Iterable[str]) -> str:
+    """What to add to an error about keys: which of them is a folder here. "": none."""
+    folder = next((name for name in named if os.path.isdir(os.path.expanduser(name))), None)
+    return f"; {folder!r} is a folder: did you mean --store {folder}?" if folder is not None else ""
+
+
 def _ls(store: Store, arguments: argparse.Namespace) -> int:
-    keys = _below(store, arguments.prefix)
+    keys = _at_or_below(store, arguments.prefix) if arguments.prefix else [key for folder in FOLDERS for key in _below(store, folder)]
     values = store.get_many(keys)
     require_reached(store)
     for key in keys:
@@ -70,9 +88,7 @@ def _show(store: Store, arguments: argparse.Namespace) -> int:
 
 def _rm(store: Store, arguments: argparse.Namespace) -> int:
     for named in arguments.keys:
-        keys = [named] if store.get(named) is not None else _below(store, named)
-        if not keys:
-            raise ConfigError(f"{store.url} holds nothing at or below {named!r}; `moe-dist store ls` lists its keys")
+        keys = _at_or_below(store, named)
         for key in keys:
             store.delete(key)
             require_reached(store)
@@ -80,12 +96,18 @@ def _rm(store: Store, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _below(store: Store, prefix: str | None) -> list[str]:
-    prefixes = [prefix.rstrip("/")] if prefix else FOLDERS
-    keys = []
-    for folder in prefixes:
-        keys += store.list(folder)
-        require_reached(store)
+def _at_or_below(store: Store, named: str) -> list[str]:
+    """The key `named`, else those below it. ConfigError: there are none."""
+    prefix = named.rstrip("/")
+    keys = [prefix] if store.get(prefix) is not None else _below(store, prefix)
+    if not keys:
+        raise ConfigError(f"{store.url} holds nothing at or below {named!r}; `moe-dist store ls` lists its keys{_store_meant([named])}")
+    return keys
+
+
+def _below(store: Store, prefix: str) -> list[str]:
+    keys = store.list(prefix)
+    require_reached(store)
     return keys
 
 

@@ -64,11 +64,46 @@ def test_rm_takes_keys_and_prefixes(folder: str, capsys: pytest.CaptureFixture[s
         (["show", "entries/e/bad"], "entries/e/bad: .*; remove it with `moe-dist store rm`"),
         (["rm", "entries/f"], "holds nothing at or below 'entries/f'"),
         (["rm", "Entries"], "'Entries' is no store key"),
+        (["ls", "Entries"], "'Entries' is no store key"),
+        (["ls", "nowhere"], "holds nothing at or below 'nowhere'; `moe-dist store ls` lists its keys$"),
+        (["ls", "entries/e/2"], "holds nothing at or below 'entries/e/2'"),
     ],
 )
 def test_wrong_keys_are_refused(folder: str, action: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["store", "--store", folder, *action]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("action", ["ls", "show", "rm"])
+def test_a_place_where_a_key_belongs_is_told_from_one(
+    action: str, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a default store that is there and with one that is not: a newcomer's first try."""
+    (Path(folder) / "winners").mkdir()
+    monkeypatch.chdir(folder)
+    for default in (folder, f"{folder}/nosuch"):
+        monkeypatch.setenv("MOE_DIST_STORE", default)
+        for name in (folder, "./winners/"):
+            assert main(["store", action, name]) == 2
+            assert capsys.readouterr().err == f"moe-dist: {name!r} is no key; {name!r} is a folder: did you mean --store {name}?\n"
+        assert main(["store", action, "redis://:secret@host"]) == 2
+        said = capsys.readouterr().err
+        assert said == f"moe-dist: `store {action}` was given a URL where a key belongs; did you mean --store?\n"
+        if default != folder or action != "show":
+            assert main(["store", action, "winners"]) == 2  # might be a key
+            assert "; 'winners' is a folder: did you mean --store winners?" in capsys.readouterr().err
+    assert len(FilesystemStore(folder).list("")) == 3
+
+
+def test_a_key_is_one_whatever_folders_are_here(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here/entries/e/1").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["store", "--store", folder, "ls", "entries/e/1"]) == 0
+    assert [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()] == ["entries/e/1"]
+    assert main(["store", "--store", folder, "ls", "entries"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def unreachable() -> str:
