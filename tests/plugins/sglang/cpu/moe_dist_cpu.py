@@ -4,37 +4,29 @@ Counts of a process go to `$MOE_DIST_TEST_COUNTS/<pid>`: the calls of our core, 
 experts, and the calls of SGLang's own CPU experts.
 With `$MOE_DIST_TEST_STEAL` set, the MoE layer of that number gets SGLang's Triton runner after all; with `$MOE_DIST_TEST_ROWS`, that
 layer asks for a weighted row a slot (`no_combine`), and the model sums them; with `$MOE_DIST_TEST_FUSE`, GLM fuses its shared expert,
-which SGLang does on a card alone; with `$MOE_DIST_TEST_POOL`, --enable-symm-mem is obeyed without a card, and calls of our core whose
-result alone lies in the pool are counted, with their bytes; with `$MOE_DIST_TEST_DRAFT`, what a draft is served with runs without a card.
+which SGLang does on a card alone.
 """
 
-import contextlib
-import copy
 import os
-import sys
 from pathlib import Path
 
 COUNTS = {"core": 0, "native": 0}
 
 
 def register() -> None:
-    import sglang.srt.distributed.device_communicators.pynccl_allocator as pynccl_allocator
-    import sglang.srt.distributed.parallel_state as parallel_state
-    import sglang.srt.layers.attention.torch_native_backend as torch_native
-    import sglang.srt.layers.dp_attention as dp_attention
     import sglang.srt.layers.quantization.fp8 as fp8
     import sglang.srt.layers.rotary_embedding.base as rotary
-    import sglang.srt.model_executor.forward_batch_info as forward_batch_info
+    import sglang.srt.mem_cache.memory_pool as memory_pool
+    import torch
     from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     rotary._is_cpu = True  # else it looks for a CUDA kernel
-    # What attention data parallelism asks for, and SGLang has for its own CPU build alone.
-    forward_batch_info._is_cpu = True
-    dp_attention.memcpy_func = dp_attention.memcpy_cpu
-    parallel_state.GroupCoordinator.all_gather_into_tensor = _gather
-    torch_native.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
     fp8.scaled_fp8_quant = _quantise  # CUDA's alone
+    # What a draft model does at start, and needs a card for. No call of these tests needs what they would do.
+    memory_pool.copy_all_layer_kv_cache_func = lambda *args: None
+    torch.cuda.synchronize = lambda *args: None
+    HookRegistry.register("sglang.srt.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend", _none, HookType.REPLACE)
     places = {
         "core": "moe_dist_sglang.runner.MoEDistRunnerCore.run_from_dispatch",
         "native": "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
@@ -46,56 +38,8 @@ def register() -> None:
     if "MOE_DIST_TEST_ROWS" in os.environ:
         HookRegistry.register("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__", _ask_for_rows, HookType.AROUND)
         HookRegistry.register("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.forward", _sum_rows, HookType.AFTER)
-    if "MOE_DIST_TEST_POOL" in os.environ:
-        HookRegistry.register("sglang.srt.arg_groups.platform_hook.handle_symm_mem_device_support", _none, HookType.REPLACE)
-        HookRegistry.register("moe_dist_sglang.runner.MoEDistRunnerCore.run_from_dispatch", _in_pool, HookType.AROUND)
-        pynccl_allocator.SymmetricMemoryContext = _Pool
-    if "MOE_DIST_TEST_DRAFT" in os.environ:
-        _serve_drafts()
     if "MOE_DIST_TEST_FUSE" in os.environ:
         Glm4MoeForCausalLM.shared_experts_fusion_disable_reason = classmethod(_none)
-
-
-def _gather(group, output, rows):
-    from sglang.srt.distributed.utils import all_gather_single
-
-    all_gather_single(output, rows, group=group.device_group)
-
-
-def _serve_drafts():
-    """SGLang's Triton kernels in Triton's interpreter, and its torch attention for the rows that verify a draft.
-
-    Left out is what no call of these tests needs: copies of cache rows, which only a tree of drafts has, and a second attention backend.
-    """
-    import sglang.kernels.ops.speculative.spec_tree as spec_tree
-    import sglang.srt.mem_cache.memory_pool as memory_pool
-    import sglang.srt.speculative.eagle_worker_v2  # noqa: F401  with its kernels
-    import torch
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from triton.runtime import JITFunction
-    from triton.runtime.interpreter import InterpretedFunction
-
-    spec_tree._is_xpu = True  # whose drafts are verified by Triton
-    for name, module in list(sys.modules.items()):
-        if name.startswith(("sglang.", "triton.language")):
-            for attribute, value in list(vars(module).items()):
-                if isinstance(value, JITFunction):
-                    setattr(module, attribute, InterpretedFunction(value.fn))
-    memory_pool.copy_all_layer_kv_cache_func = lambda *args: None
-    torch.cuda.synchronize = lambda *args: None
-    HookRegistry.register("sglang.srt.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend", _none, HookType.REPLACE)
-    attention = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend"
-    HookRegistry.register(attention, _verify_drafts, HookType.AROUND)
-
-
-def _verify_drafts(original, backend, q, k, v, layer, forward_batch, **rest):
-    """A draft of one token a step is verified as a prompt is extended; SGLang says these lengths to its Triton attention alone."""
-    if forward_batch.forward_mode.is_target_verify():
-        forward_batch = copy.copy(forward_batch)
-        before = forward_batch.seq_lens
-        forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens = before, before.new_full(before.shape, q.shape[0] // len(before))
-        forward_batch.seq_lens = before + forward_batch.extend_seq_lens
-    return original(backend, q, k, v, layer, forward_batch, **rest)
 
 
 def _quantise(weight, scale):
@@ -126,58 +70,16 @@ def _none(*args):
     return None
 
 
-class _Pool:
-    """In the place of SGLang's symmetric pool: notes what our core allocates inside. Entering it twice is an error there too."""
-
-    entered, in_core, allocated = False, False, []
-
-    def __init__(self, group):
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        class Noting(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                result = func(*args, **(kwargs or {}))
-                _Pool.allocated.append((result.untyped_storage().data_ptr(), result.nbytes))
-                return result
-
-        self._noting = Noting() if _Pool.in_core else contextlib.nullcontext()
-
-    def __enter__(self):
-        assert not _Pool.entered, "SGLang's pool is entered inside itself"
-        _Pool.entered = True
-        self._noting.__enter__()
-
-    def __exit__(self, *error):
-        self._noting.__exit__(*error)
-        _Pool.entered = False
-
-
-def _in_pool(original, *args, **kwargs):
-    """A call of our core, which counts if its result, and nothing else, was allocated in the pool."""
-    _Pool.allocated, _Pool.in_core = [], True
-    result = original(*args, **kwargs)
-    _Pool.in_core = False
-    out = result.hidden_states
-    if _Pool.allocated == [(out.data_ptr(), out.nbytes)]:
-        _count("pooled")
-        _count("pool_bytes", out.nbytes)
-    return result
-
-
 def _counting(kind):
     def call(original, *args, **kwargs):
-        _count(kind)
+        COUNTS[kind] += 1
         if kind == "core":
             config = args[3]
             for name, asked in (("rows", config.no_combine), ("shared", config.num_fused_shared_experts)):
                 if asked:
-                    _count(name)
+                    COUNTS[name] = COUNTS.get(name, 0) + 1
+        path = Path(os.environ["MOE_DIST_TEST_COUNTS"]) / str(os.getpid())
+        path.write_text(" ".join(f"{name}={count}" for name, count in COUNTS.items()))
         return original(*args, **kwargs)
 
     return call
-
-
-def _count(name, more=1):
-    COUNTS[name] = COUNTS.get(name, 0) + more
-    path = Path(os.environ["MOE_DIST_TEST_COUNTS"]) / str(os.getpid())
-    path.write_text(" ".join(f"{name}={count}" for name, count in COUNTS.items()))
