@@ -26,9 +26,9 @@ ONE_PROGRAM_SLOTS = 2048  # up to here one program sorts everything in one launc
 
 
 @triton.jit
-def local_expert(ids_ptr, map_ptr, slot, mask, NUM_LOCAL: tl.constexpr, MAP_SIZE: tl.constexpr):
-    """The local expert of each slot, or -1: masked, out of range, or another rank's."""
-    wide = tl.load(ids_ptr + slot, mask=mask, other=-1)
+def local_expert(ids_ptr, map_ptr, slot, mask, NUM_LOCAL: tl.constexpr, MAP_SIZE: tl.constexpr, CACHE: tl.constexpr):
+    """The local expert of each slot, or -1: masked, out of range, or another rank's. CACHE: how ids are cached, as tl.load has it."""
+    wide = tl.load(ids_ptr + slot, mask=mask, other=-1, cache_modifier=CACHE)
     known = (wide >= 0) & (wide < MAP_SIZE)
     expert = tl.where(known, wide, -1).to(tl.int32)
     if map_ptr is not None:
@@ -82,13 +82,13 @@ def align_one_kernel(
     expert = tl.arange(0, PADDED)
     counts = tl.zeros([PADDED], dtype=tl.int32)
     for at in range(0, num_slots, CHUNK):
-        local = local_expert(ids_ptr, map_ptr, at + lane, at + lane < num_slots, NUM_LOCAL, MAP_SIZE)
+        local = local_expert(ids_ptr, map_ptr, at + lane, at + lane < num_slots, NUM_LOCAL, MAP_SIZE, "")
         counts += tl.histogram(local, PADDED, mask=local >= 0)
     starts = tl.cumsum(counts, axis=0) - counts
     tl.store(cursor_ptr + expert, starts, mask=expert < NUM_LOCAL)
     tl.debug_barrier()  # the cursors are read back by other threads of this program
     for at in range(0, num_slots, CHUNK):
-        local = local_expert(ids_ptr, map_ptr, at + lane, at + lane < num_slots, NUM_LOCAL, MAP_SIZE)
+        local = local_expert(ids_ptr, map_ptr, at + lane, at + lane < num_slots, NUM_LOCAL, MAP_SIZE, "")
         row = tl.atomic_add(cursor_ptr + local, 1, mask=local >= 0, sem="relaxed", scope="cta")
         tl.store(slots_ptr + row, at + lane, mask=local >= 0)
         if places_ptr is not None:
@@ -115,7 +115,7 @@ def align_count_kernel(
     chunk = tl.program_id(0)
     slot = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.arange(0, PADDED)
-    local = local_expert(ids_ptr, map_ptr, slot, slot < num_slots, NUM_LOCAL, MAP_SIZE)
+    local = local_expert(ids_ptr, map_ptr, slot, slot < num_slots, NUM_LOCAL, MAP_SIZE, "")
     counts = tl.histogram(local, PADDED, mask=local >= 0)
     tl.store(counts_ptr + chunk.to(tl.int64) * NUM_LOCAL + expert, counts, mask=expert < NUM_LOCAL)
 
@@ -161,7 +161,7 @@ def align_place_kernel(
     tl.store(cursor_ptr + expert, starts + before, mask=expert < NUM_LOCAL)
     tl.debug_barrier()  # the cursors are read back by other threads of this program
     slot = chunk * CHUNK + tl.arange(0, CHUNK)
-    local = local_expert(ids_ptr, map_ptr, slot, slot < num_slots, NUM_LOCAL, MAP_SIZE)
+    local = local_expert(ids_ptr, map_ptr, slot, slot < num_slots, NUM_LOCAL, MAP_SIZE, "")
     place = tl.atomic_add(cursor_ptr + local, 1, mask=local >= 0, sem="relaxed", scope="cta")
     tl.store(slots_ptr + place, slot, mask=local >= 0)
     if places_ptr is not None:

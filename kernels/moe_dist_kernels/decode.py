@@ -5,7 +5,7 @@ few columns of one token and sums all its slots in registers, so nothing is left
 """
 
 # Kernels are Triton's language, not Python's: their parameters have no Python types.
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment,var-annotated"
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def decode_up_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     slot = tl.program_id(0) % num_slots
-    expert = local_expert(ids_ptr, map_ptr, slot, True, NUM_LOCAL, MAP_SIZE).to(tl.int64)
+    expert = local_expert(ids_ptr, map_ptr, slot, True, NUM_LOCAL, MAP_SIZE, "").to(tl.int64)
     if expert < 0:
         return
     n = (tl.program_id(0) // num_slots) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -158,18 +158,28 @@ def decode_down_kernel(
     MAP_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[i] = sum over the SLOTS slots of output i, in order, of weight * (act @ w[expert].T + bias); remote slots add 0.
 
-    SLOTS is K for finished rows, 1 for unfinalized ones. Example, two slots with act 1 and 2, w 3 and 4, weights 0.5 and
+    SLOTS is K for finished rows, 1 for unfinalized ones. The weights of the first EARLY steps are asked for before the first product is
+    done: ids were there before it began, as all of its programs wait for what precedes them before any of these starts. Example, two slots with act 1 and 2, w 3 and 4, weights 0.5 and
     0.25: 0.5 * 3 + 0.25 * 8 = 3.5.
     """
     n = (tl.program_id(0) // num_outputs) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = tl.minimum(n, HIDDEN - 1)
     output = (tl.program_id(0) % num_outputs).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
+    STEPS: tl.constexpr = (INTER + BLOCK_K - 1) // BLOCK_K  # of a slot
+    held = ()
     if PDL:
+        for step in tl.static_range(EARLY):
+            # Past the first cache level, which may remember another call's ids.
+            expert = local_expert(ids_ptr, map_ptr, output * SLOTS + step // STEPS, True, NUM_LOCAL, MAP_SIZE, ".cg").to(tl.int64)
+            depth = tl.where(expert >= 0, INTER, 0) - step % STEPS * BLOCK_K
+            w_ptrs = w_ptr + tl.where(expert >= 0, expert, 0) * (HIDDEN * INTER) + weight_row[:, None] * INTER + k[None, :]
+            held = held + (tl.load(w_ptrs + step % STEPS * BLOCK_K, mask=(k < depth)[None, :], other=0.0),)  # noqa: RUF005 -- no stars
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     FP8: tl.constexpr = w_scale_ptr is not None
@@ -177,7 +187,7 @@ def decode_down_kernel(
     bias = tl.zeros([BLOCK_N], dtype=tl.float32)
     for i in tl.static_range(SLOTS):
         slot = output * SLOTS + i
-        expert = local_expert(ids_ptr, map_ptr, slot, True, NUM_LOCAL, MAP_SIZE).to(tl.int64)
+        expert = local_expert(ids_ptr, map_ptr, slot, True, NUM_LOCAL, MAP_SIZE, "").to(tl.int64)
         here = expert >= 0
         weight = 1.0
         if row_weights_ptr is not None:
@@ -193,7 +203,10 @@ def decode_down_kernel(
             act = _row_chunk(act_ptr + slot * INTER, at, depth, BLOCK_K, FP8) * weight
             if FP8:
                 act *= _scale_chunk(scale_ptr, at, INTER, BLOCK_K)
-            w = tl.load(w_ptrs + at, mask=(k < depth - at)[None, :], other=0.0)
+            if PDL and i * STEPS + at // BLOCK_K < EARLY:
+                w = held[i * STEPS + at // BLOCK_K]
+            else:
+                w = tl.load(w_ptrs + at, mask=(k < depth - at)[None, :], other=0.0)
             acc += w.to(tl.float32) * act[None, :]
         if bias_ptr is not None:
             bias += tl.load(bias_ptr + row * HIDDEN + weight_row, mask=n < tl.where(here, HIDDEN, 0), other=0.0).to(tl.float32) * weight
@@ -203,11 +216,15 @@ def decode_down_kernel(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeTile:
-    """How one product of the small path is cut: columns and depth of a program's step, and its warps."""
+    """How one product of the small path is cut: columns and depth of a program's step, and its warps.
+
+    early: steps of the second product whose weights are asked for before the first is done, where launches may overlap.
+    """
 
     block_n: int
     block_k: int
     warps: int
+    early: int = 0
 
     def why_not(self) -> str | None:
         """The reason that this tile can't run, or None."""
@@ -219,6 +236,9 @@ class DecodeTile:
             return f"warps {self.warps} must be 1, 2, 4 or 8"
         if self.block_n * self.block_k > self.warps * 32 * 64:
             return f"a step of {self.block_n} x {self.block_k} leaves too few registers for {self.warps} warps; take a smaller step"
+        most = self.warps * 32 * 128 // (self.block_n * self.block_k)
+        if not 0 <= self.early <= most:
+            return f"early {self.early} must be 0 to {most}: steps of {self.block_n} x {self.block_k} that {self.warps} warps can hold"
         return None
 
 
@@ -246,10 +266,12 @@ def decode_launches(
 
     def launch(kernel: Any, tile: DecodeTile, bias: torch.dtype | None, weighted: bool, **more: Any) -> Launch:
         params = (dtype, *weights, bias, torch.float32 if weighted else None, *ids.params, dtype, INT)
-        cut = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+        cut: dict[str, Any] = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
         return Launch(kernel, params, sizes | cut | more, num_warps=tile.warps, pdl=pdl)
 
     return {
         "up": launch(decode_up_kernel, up, up_bias, weight_on_input, TOP_K=top_k, **activation),
-        "down": launch(decode_down_kernel, down, down_bias, not weight_on_input, SLOTS=slots),
+        "down": launch(
+            decode_down_kernel, down, down_bias, not weight_on_input, SLOTS=slots, EARLY=min(down.early, slots * -(-inter // down.block_k))
+        ),
     }

@@ -259,11 +259,13 @@ class Experts:
         launchers["down"](grid, device, stream, call.at["act"], *weights, call.ids, self._map, call.y, outputs)
 
     def _specialised(self, plan: SpecialisedPlan, call: _Call) -> None:
-        """Sort; quantise, by token or into sorted order; both products."""
+        """Sort; quantise fp8 rows, by token or into sorted order; both products."""
         shape, launchers, device, stream, at = self.shape, call.launchers, self._index, call.stream, call.at
         launchers["align"](device, stream, call.count, call.ids, self._map, at)
         up, down = launchers["up"], launchers["down"]
-        if plan.gather:
+        if not shape.fp8:
+            rows, row_weights = call.x, call.weights
+        elif plan.gather:
             rows, row_weights = at["x"], call.weights
             self._quantise(call.tokens * quantise_blocks(shape.hidden), device, stream, call.x, rows, at["x_scale"], call.tokens)
         else:
@@ -272,9 +274,9 @@ class Experts:
             scattered = (at["x"], at["x_scale"], row_weights)
             launchers["scatter"](grid, device, stream, call.x, call.weights, at["places"], *scattered, call.tokens)
         slots, *tiles = call.tiles()
-        boxes = (rows, self._up_weights[0], at["x_scale"], self._up_weights[1])
-        up(self._processors, device, stream, *boxes, slots, None, *tiles, at["act"], at["act_scale"])
-        boxes = (down.params[0].of(call.view("act", shape.inter)), self._down_weights[0], at["act_scale"], self._down_weights[1])
+        boxes = (rows, self._up_weights[0], at.get("x_scale"), self._up_weights[1])
+        up(self._processors, device, stream, *boxes, slots, None, *tiles, at["act"], at.get("act_scale"))
+        boxes = (down.params[0].of(call.view("act", shape.inter)), self._down_weights[0], at.get("act_scale"), self._down_weights[1])
         down(self._processors, device, stream, *boxes, slots, row_weights, *tiles, call.y, None)
 
     def _sorted(self, plan: SortedPlan, call: _Call) -> None:

@@ -43,7 +43,7 @@ def finalize_kernel(
     column = (tl.program_id(0) % BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
     acc = tl.zeros([BLOCK_H], dtype=tl.float32)
     for k in tl.static_range(TOP_K):
-        here = local_expert(ids_ptr, map_ptr, token * TOP_K + k, True, NUM_LOCAL, MAP_SIZE) >= 0
+        here = local_expert(ids_ptr, map_ptr, token * TOP_K + k, True, NUM_LOCAL, MAP_SIZE, "") >= 0
         acc += tl.load(y_ptr + (token * TOP_K + k) * HIDDEN + column, mask=column < tl.where(here, HIDDEN, 0), other=0.0).to(tl.float32)
     tl.store(out_ptr + token * HIDDEN + column, acc.to(out_ptr.dtype.element_ty), mask=column < HIDDEN)
 
@@ -67,7 +67,7 @@ def zero_remote_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     slot = (tl.program_id(0) // BLOCKS).to(tl.int64)
     column = (tl.program_id(0) % BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
-    remote = local_expert(ids_ptr, map_ptr, slot, True, NUM_LOCAL, MAP_SIZE) < 0
+    remote = local_expert(ids_ptr, map_ptr, slot, True, NUM_LOCAL, MAP_SIZE, "") < 0
     tl.store(
         out_ptr + slot * HIDDEN + column, tl.zeros([BLOCK_H], dtype=out_ptr.dtype.element_ty), mask=column < tl.where(remote, HIDDEN, 0)
     )

@@ -1,13 +1,14 @@
-"""The fp8 products for many rows on Hopper: persistent, warp-specialised, in Gluon.
+"""The products for many rows on Hopper, fp8 or 16 bits: persistent, warp-specialised, in Gluon.
 
 A tile is 128 rows by 256 rows of weights: gate and up for 128 columns of the activation, or 256 columns of the second product. Copying
 warps bring operands, several stages ahead. Two warpgroups multiply: 64 rows each or, of a tile with no more than 64, half of the
-columns each. A product over one scale block is added to the fp32 sum while the other warpgroup's product runs. Programs take tiles
-from a counter, so that nobody waits for those whose tiles were fuller. Needs compute capability 9.0 (wgmma); knows SwiGLU alone and no
-bias. Imported when such a plan is bound, never before: Gluon is young and absent where it isn't needed.
+columns each (hopper_tiles.py). Programs take tiles from a counter, so that nobody waits for those whose tiles were fuller. Needs compute
+capability 9.0 (wgmma); knows SwiGLU alone and no bias. Imported when such a plan is bound, never before: Gluon is young and absent where
+it isn't needed.
 
-Rows come quantised. Either copied into sorted order (`scatter_kernel`), so that half a tile is one box of memory, or, with `gather`, by
-token, fetched one by one. Rows past an expert's end are the next expert's: they are multiplied and never stored. Legend as in grouped.py.
+fp8 rows come quantised. Either copied into sorted order (`scatter_kernel`), so that half a tile is one box of memory, or, with `gather`, by
+token, fetched one by one; 16-bit rows are always fetched. Rows past an expert's end are the next expert's: they are multiplied and never
+stored. Legend as in grouped.py.
 """
 
 # Kernels are Triton's language, not Python's: their parameters have no Python types.
@@ -23,8 +24,9 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from moe_dist_kernels.hopper_tiles import plain_tile, scaled_tile
 from moe_dist_kernels.launch import INT, Descriptor, Launch
 from moe_dist_kernels.quantise import quantised
 
@@ -33,8 +35,9 @@ _load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 _load_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 STAGES = 4  # of 48 KB
+BOX_BYTES = 128  # of depth that a stage holds of each row
 RING = 8  # tiles whose numbers can be on their way from the copying warps to the others: four at most are
-COUNTED_DEPTH = 768  # shallower products walk their tiles in fixed steps: fetching the next number would take longer than a tile
+COUNTED_DEPTH = 768  # bytes; shallower products walk their tiles in fixed steps: fetching the next number would take longer than a tile
 QUANTISE_GROUPS = 8  # scale groups of one program of the scatter
 # 12 warps start with 168 registers a thread and share them out anew. With 240 and 24 the compiler keeps sums on the stack, oddly.
 REGISTERS, MULTIPLY_REGISTERS, COPY_REGISTERS = 168, 232, 40
@@ -115,13 +118,14 @@ def _copy(
     TOP_K: gl.constexpr,
     DYNAMIC: gl.constexpr,
     RING: gl.constexpr,
+    STEP: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """a: a descriptor, or, with TOP_K, a pointer to rows by token."""
+    """a: a descriptor, or, with TOP_K, a pointer to rows by token. STEP: elements of 128 bytes of depth."""
     WIDTH: gl.constexpr = 256 // PLANES
     COLUMNS: gl.constexpr = (COLS + WIDTH - 1) // WIDTH
     one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    spread: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
+    spread: gl.constexpr = gl.BlockedLayout([1, STEP // 8], [4, 8], [WARPS, 1], [1, 0])
     a_bufs, b_bufs = buffers
     empty, ready = barriers
     ring, posted = calls
@@ -145,11 +149,11 @@ def _copy(
         if TOP_K > 0:
             low = gl.load(slots_ptr + first + gl.where(lane < rows_next, lane, 0)) // TOP_K
             high = gl.load(slots_ptr + first + gl.where(lane + 64 < rows_next, lane + 64, 0)) // TOP_K
-            depth = gl.arange(0, 128, layout=gl.SliceLayout(0, spread))
+            depth = gl.arange(0, STEP, layout=gl.SliceLayout(0, spread))
             low_ptrs = a + (low.to(gl.int64) * DEPTH)[:, None] + depth[None, :]
             high_ptrs = a + (high.to(gl.int64) * DEPTH)[:, None] + depth[None, :]
         column, expert_next, first_next, rows_next = _tile_at(following, num_tiles, tiles, COLUMNS, GROUP_M)
-        for k in range(0, DEPTH, 128):
+        for k in range(0, DEPTH, STEP):
             stage = step % STAGES
             bar = ready.index(stage)
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -167,132 +171,11 @@ def _copy(
                 if both:
                     _load_rows(a_bufs.index(2 * stage + 1), high_ptrs)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
-                low_ptrs += 128
-                high_ptrs += 128
+                low_ptrs += STEP
+                high_ptrs += STEP
             step += 1
         pid = following
         turn += 1
-
-
-@gluon.jit
-def _tile(
-    half: gl.constexpr,
-    buffers,
-    barriers,
-    meeting,
-    meetings,
-    step,
-    a_scales,
-    b_scales,
-    b_scales_2,
-    expert_rows,
-    column,
-    weight,
-    slot,
-    out_ptr,
-    out_scale_ptr,
-    DEPTH: gl.constexpr,
-    COLS: gl.constexpr,
-    PLANES: gl.constexpr,
-    STAGES: gl.constexpr,
-    LIMIT: gl.constexpr,
-    ALPHA: gl.constexpr,
-    BETA: gl.constexpr,
-    TOP_K: gl.constexpr,
-    FEW: gl.constexpr,
-):
-    """One warpgroup's part of a tile: rows 64 * half on, or, if FEW, all rows in half of the columns."""
-    K_BLOCKS: gl.constexpr = (DEPTH + 127) // 128
-    N: gl.constexpr = 64 if FEW and PLANES == 2 else 128  # columns of a product
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 32])
-    VECTOR: gl.constexpr = 16 if PLANES == 2 else 8  # elements of a 16-byte store
-    stored: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 * VECTOR // N, N // VECTOR], [4, 1], [1, 0])
-    a_bufs, b_bufs = buffers
-    empty, ready = barriers
-    largest, met = meeting
-    first, rows = expert_rows
-    acc = gl.zeros([64, N], gl.float32, mma)
-    acc_2 = gl.zeros([64, N], gl.float32, mma)
-    a_scale = gl.load(a_scales)
-    scale_next = a_scale * gl.load(b_scales)
-    scale_2_next = a_scale * gl.load(b_scales_2)
-    for block in range(K_BLOCKS):
-        scale = gl.convert_layout(scale_next, gl.SliceLayout(1, mma))
-        scale_2 = gl.convert_layout(scale_2_next, gl.SliceLayout(1, mma))
-        ahead = gl.minimum(block + 1, K_BLOCKS - 1)
-        a_scale = gl.load(a_scales + ahead)
-        b_scale = gl.load(b_scales + ahead)
-        b_scale_2 = gl.load(b_scales_2 + ahead)
-        at = step + block
-        stage = at % STAGES
-        mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
-        if TOP_K > 0:
-            fence_async_shared()  # rows were written by threads, not by the copy engine
-        part = gl.zeros([64, N], gl.float32, mma)
-        part_2 = gl.zeros([64, N], gl.float32, mma)
-        b = b_bufs.index(2 * stage)
-        b_2 = b_bufs.index(2 * stage + 1)
-        if FEW:
-            a = a_bufs.index(2 * stage)
-            if PLANES == 2:
-                part = warpgroup_mma(a, b.slice(64 * half, 64, dim=0).permute((1, 0)), part, use_acc=False, is_async=True)
-                part_2 = warpgroup_mma(a, b_2.slice(64 * half, 64, dim=0).permute((1, 0)), part_2, use_acc=False, is_async=True)
-                part, part_2 = warpgroup_mma_wait(0, deps=(part, part_2))
-                mbarrier.arrive(empty.index(stage), count=1)
-                acc += part * scale[:, None]
-                acc_2 += part_2 * scale_2[:, None]
-            else:
-                if half == 1:
-                    b = b_2
-                    scale = scale_2
-                part = warpgroup_mma(a, b.permute((1, 0)), part, use_acc=False, is_async=True)
-                part = warpgroup_mma_wait(0, deps=(part,))
-                mbarrier.arrive(empty.index(stage), count=1)
-                acc += part * scale[:, None]
-        else:
-            a = a_bufs.index(2 * stage + half)
-            part = warpgroup_mma(a, b.permute((1, 0)), part, use_acc=False, is_async=True)
-            part = warpgroup_mma_wait(0, deps=(part,))
-            acc += part * scale[:, None]
-            part_2 = warpgroup_mma(a, b_2.permute((1, 0)), part_2, use_acc=False, is_async=True)
-            part_2 = warpgroup_mma_wait(0, deps=(part_2,))
-            mbarrier.arrive(empty.index(stage), count=1)
-            acc_2 += part_2 * scale_2[:, None]
-        scale_next = a_scale * b_scale
-        scale_2_next = a_scale * b_scale_2
-    lane = gl.arange(0, 64, layout=gl.SliceLayout(1, stored)) + (0 if FEW else 64 * half)
-    n = gl.arange(0, N, layout=gl.SliceLayout(0, stored)) + (N * half if FEW else 0)
-    live = lane < rows
-    if PLANES == 2:
-        if LIMIT is not None:
-            acc = gl.minimum(acc, LIMIT)
-            acc_2 = gl.maximum(gl.minimum(acc_2, LIMIT), -LIMIT)
-        act = acc / (1.0 + gl.exp(-ALPHA * acc)) * (acc_2 + BETA)
-        most = gl.max(gl.abs(act), axis=1)
-        # One scale for 128 columns: the warpgroups show each other the largest of theirs. All of one have stored before its one thread
-        # arrives (the compiler's barrier of the warpgroup), and `met` turns when both have: what is read has been written. They take turns
-        # at two slots: who stores for meeting m + 2 has seen m + 1, where the other arrived after it had read m. racecheck of
-        # compute-sanitizer reports this pair, wrongly (docs/kernels.md; test_compile.py looks for each step in the compiled code).
-        if FEW:
-            largest.index(2 * (meetings & 1) + half).store(most)
-            mbarrier.arrive(met, count=1)
-            mbarrier.wait(met, meetings & 1)
-            most = gl.maximum(most, largest.index(2 * (meetings & 1) + 1 - half).load(gl.SliceLayout(1, mma)))
-        act_scale = gl.maximum(most, 1e-10) / 448.0
-        q = gl.convert_layout((act * (1.0 / act_scale)[:, None]).to(gl.float8e4nv), stored)
-        row = (first + gl.where(live, lane, 0)).to(gl.int64)
-        gl.store(out_ptr + row[:, None] * COLS + (column * 128 + n)[None, :], q, mask=live[:, None])
-        if half == 0 or not FEW:
-            COLUMNS: gl.constexpr = (COLS + 127) // 128
-            gl.store(out_scale_ptr + row * COLUMNS + column, gl.convert_layout(act_scale, gl.SliceLayout(1, stored)), mask=live)
-    else:
-        start = column * 256 + (128 * half if FEW else 0)
-        y_ptrs = out_ptr + slot[:, None] * COLS + (column * 256 + n)[None, :]
-        y = gl.convert_layout((acc * weight[:, None]).to(out_ptr.dtype.element_ty), stored)
-        gl.store(y_ptrs, y, mask=(live & (start < COLS))[:, None])
-        if not FEW:
-            y = gl.convert_layout((acc_2 * weight[:, None]).to(out_ptr.dtype.element_ty), stored)
-            gl.store(y_ptrs + 128, y, mask=(live & (start + 128 < COLS))[:, None])
 
 
 @gluon.jit
@@ -320,12 +203,14 @@ def _multiply(
     BY_SLOT: gl.constexpr,
     DYNAMIC: gl.constexpr,
     RING: gl.constexpr,
+    STEP: gl.constexpr,
 ):
+    SCALED: gl.constexpr = STEP == 128
     WIDTH: gl.constexpr = 256 // PLANES
     COLUMNS: gl.constexpr = (COLS + WIDTH - 1) // WIDTH
-    K_BLOCKS: gl.constexpr = (DEPTH + 127) // 128
+    K_BLOCKS: gl.constexpr = (DEPTH + STEP - 1) // STEP
     SCALE_ROWS: gl.constexpr = (PLANES * COLS + 127) // 128
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, STEP // 4])
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     ring, posted = calls
@@ -349,33 +234,47 @@ def _multiply(
         base = gl.where(few, 0, half * 64)
         lane = base + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
         row = first + gl.where(lane < rows, lane, 0)
-        if TOP_K > 0:
-            a_scales = a_scale_ptr + (gl.load(slots_ptr + row) // TOP_K).to(gl.int64) * K_BLOCKS
-        else:
-            a_scales = a_scale_ptr + row.to(gl.int64) * K_BLOCKS
+        if SCALED:
+            if TOP_K > 0:
+                a_scales = a_scale_ptr + (gl.load(slots_ptr + row) // TOP_K).to(gl.int64) * K_BLOCKS
+            else:
+                a_scales = a_scale_ptr + row.to(gl.int64) * K_BLOCKS
+            if PLANES == 2:
+                b_scales = b_scale_ptr + (expert * SCALE_ROWS + column) * K_BLOCKS
+                b_scales_2 = b_scales + (COLS // 128) * K_BLOCKS
+            else:
+                b_scales = b_scale_ptr + (expert * SCALE_ROWS + 2 * column) * K_BLOCKS
+                b_scales_2 = b_scale_ptr + (expert * SCALE_ROWS + gl.minimum(2 * column + 1, SCALE_ROWS - 1)) * K_BLOCKS
         if PLANES == 2:
-            b_scales = b_scale_ptr + (expert * SCALE_ROWS + column) * K_BLOCKS
-            b_scales_2 = b_scales + (COLS // 128) * K_BLOCKS
-            weight = a_scales  # neither is used
-            slot = a_scales
+            weight = row  # neither is used
+            slot = row
         else:
-            b_scales = b_scale_ptr + (expert * SCALE_ROWS + 2 * column) * K_BLOCKS
-            b_scales_2 = b_scale_ptr + (expert * SCALE_ROWS + gl.minimum(2 * column + 1, SCALE_ROWS - 1)) * K_BLOCKS
             # Asked for now, needed after the last product.
             lane_out = base + gl.arange(0, 64, layout=gl.SliceLayout(1, stored))
             slot = gl.load(slots_ptr + first + gl.where(lane_out < rows, lane_out, 0)).to(gl.int64)
             weight = gl.load(row_weights_ptr + (gl.load(slots_ptr + row) if BY_SLOT else row))
         column_next, expert_next, first_next, rows_next = _tile_at(following, num_tiles, tiles, COLUMNS, GROUP_M)
-        if few:
-            _tile(
-                half, buffers, barriers, meeting, meetings, step, a_scales, b_scales, b_scales_2, (first, rows), column, weight, slot,
-                out_ptr, out_scale_ptr, DEPTH, COLS, PLANES, STAGES, LIMIT, ALPHA, BETA, TOP_K, True,
+        if SCALED:
+            if few:
+                scaled_tile(
+                    half, buffers, barriers, meeting, meetings, step, a_scales, b_scales, b_scales_2, (first, rows), column, weight, slot,
+                    out_ptr, out_scale_ptr, DEPTH, COLS, PLANES, STAGES, LIMIT, ALPHA, BETA, TOP_K, True,
+                )  # fmt: skip
+                meetings += 1
+            else:
+                scaled_tile(
+                    half, buffers, barriers, meeting, meetings, step, a_scales, b_scales, b_scales_2, (first, rows), column, weight, slot,
+                    out_ptr, out_scale_ptr, DEPTH, COLS, PLANES, STAGES, LIMIT, ALPHA, BETA, TOP_K, False,
+                )  # fmt: skip
+        elif few:
+            plain_tile(
+                half, buffers, barriers, step, (first, rows), column, weight, slot, out_ptr,
+                DEPTH, COLS, PLANES, STAGES, LIMIT, ALPHA, BETA, TOP_K, True,
             )  # fmt: skip
-            meetings += 1
         else:
-            _tile(
-                half, buffers, barriers, meeting, meetings, step, a_scales, b_scales, b_scales_2, (first, rows), column, weight, slot,
-                out_ptr, out_scale_ptr, DEPTH, COLS, PLANES, STAGES, LIMIT, ALPHA, BETA, TOP_K, False,
+            plain_tile(
+                half, buffers, barriers, step, (first, rows), column, weight, slot, out_ptr,
+                DEPTH, COLS, PLANES, STAGES, LIMIT, ALPHA, BETA, TOP_K, False,
             )  # fmt: skip
         step += K_BLOCKS
         column = column_next
@@ -409,16 +308,17 @@ def product_kernel(
     BY_SLOT: gl.constexpr,
     DYNAMIC: gl.constexpr,
     RING: gl.constexpr,
+    STEP: gl.constexpr,
     COPY_WARPS: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """PLANES 2: act[row] = SwiGLU(a[row] @ b.T) in fp8 and its scales; PLANES 1: y[slots[row]] = row_weights[row] * (a[row] @ b.T)."""
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=1024 // STEP, rank=2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    a_bufs = gl.allocate_shared_memory(b_desc.dtype, [2 * STAGES, 64, 128], swizzled)
-    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [2 * STAGES, 128, 128], swizzled)
+    a_bufs = gl.allocate_shared_memory(b_desc.dtype, [2 * STAGES, 64, STEP], swizzled)
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [2 * STAGES, 128, STEP], swizzled)
     ring = gl.allocate_shared_memory(gl.int32, [RING, 1], plain)
     largest = gl.allocate_shared_memory(gl.float32, [4, 64], plain)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -447,17 +347,17 @@ def product_kernel(
             (
                 _multiply,
                 (gl.constexpr(0), buffers, barriers, calls, meeting, scales, slots_ptr, row_weights_ptr, tiles, out_ptr, out_scale_ptr,
-                 DEPTH, COLS, PLANES, STAGES, GROUP_M, LIMIT, ALPHA, BETA, TOP_K, BY_SLOT, DYNAMIC, RING),
+                 DEPTH, COLS, PLANES, STAGES, GROUP_M, LIMIT, ALPHA, BETA, TOP_K, BY_SLOT, DYNAMIC, RING, STEP),
             ),
             (
                 _multiply,
                 (gl.constexpr(1), buffers, barriers, calls, meeting, scales, slots_ptr, row_weights_ptr, tiles, out_ptr, out_scale_ptr,
-                 DEPTH, COLS, PLANES, STAGES, GROUP_M, LIMIT, ALPHA, BETA, TOP_K, BY_SLOT, DYNAMIC, RING),
+                 DEPTH, COLS, PLANES, STAGES, GROUP_M, LIMIT, ALPHA, BETA, TOP_K, BY_SLOT, DYNAMIC, RING, STEP),
             ),
             (
                 _copy,
                 (a, b_desc, buffers, barriers, calls, slots_ptr, tiles, DEPTH, COLS, PLANES, STAGES, GROUP_M, TOP_K, DYNAMIC, RING,
-                 COPY_WARPS),
+                 STEP, COPY_WARPS),
             ),
         ],
         [4, COPY_WARPS],
@@ -480,6 +380,7 @@ def scatter_launch(*, dtype: torch.dtype, hidden: int, top_k: int, pdl: bool) ->
 def product_launches(
     *,
     dtype: torch.dtype,
+    fp8: bool,
     hidden: int,
     inter: int,
     top_k: int,
@@ -493,18 +394,21 @@ def product_launches(
     """ "up" and "down", each over a grid of at most one program a multiprocessor. gather: rows lie by token, their weights by slot."""
     common: dict[str, Any] = {"LIMIT": limit, "ALPHA": alpha, "BETA": beta, "GROUP_M": group_m, "BY_SLOT": gather, "PDL": pdl}
     common |= {"STAGES": STAGES, "RING": RING, "MULTIPLY_REGISTERS": MULTIPLY_REGISTERS, "COPY_REGISTERS": COPY_REGISTERS}
-    fp8, fp32, ints = torch.float8_e4m3fn, torch.float32, torch.int32
+    operand = torch.float8_e4m3fn if fp8 else dtype
+    scale = torch.float32 if fp8 else None
+    common["STEP"] = BOX_BYTES // operand.itemsize
+    ints = torch.int32
 
     def launch(rows: Any, results: tuple[Any, ...], fetched: int, **sizes: Any) -> Launch:
         sizes |= {"TOP_K": fetched, "COPY_WARPS": 4 if fetched else 1}  # one warp copies boxes, four fetch rows
-        sizes["DYNAMIC"] = sizes["DEPTH"] >= COUNTED_DEPTH
-        weights = Descriptor(fp8, (128, 128), swizzle=128)
+        sizes["DYNAMIC"] = sizes["DEPTH"] * operand.itemsize >= COUNTED_DEPTH
+        weights = Descriptor(operand, (128, common["STEP"]), swizzle=BOX_BYTES)
         row_weights, out, out_scale = results
-        params = (rows, weights, fp32, fp32, ints, row_weights, ints, ints, ints, ints, out, out_scale)
+        params = (rows, weights, scale, scale, ints, row_weights, ints, ints, ints, ints, out, out_scale)
         return Launch(product_kernel, params, common | sizes, max_registers=REGISTERS, pdl=pdl)
 
-    box = Descriptor(fp8, (64, 128), swizzle=128)
+    box = Descriptor(operand, (64, common["STEP"]), swizzle=BOX_BYTES)
     return {
-        "up": launch(fp8 if gather else box, (None, fp8, fp32), top_k if gather else 0, DEPTH=hidden, COLS=inter, PLANES=2),
-        "down": launch(box, (fp32, dtype, None), 0, DEPTH=inter, COLS=hidden, PLANES=1),
+        "up": launch(operand if gather else box, (None, operand, scale), top_k if gather else 0, DEPTH=hidden, COLS=inter, PLANES=2),
+        "down": launch(box, (torch.float32, dtype, None), 0, DEPTH=inter, COLS=hidden, PLANES=1),
     }

@@ -121,6 +121,8 @@ class DecodePlan:
 
     def why_not(self, shape: ExpertsShape, limits: Limits) -> str | None:
         del shape, limits  # any shape runs, on any card: nothing is staged in shared memory
+        if self.up.early:
+            return f"early {self.up.early} of the first product must be 0: before it nothing is known of the experts hit"
         return self.up.why_not() or self.down.why_not()
 
 
@@ -156,7 +158,7 @@ class SortedPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpecialisedPlan:
-    """The sorted path with hopper.py's products: fp8, tiles of 128 rows, group_m of them sharing weights in L2. gather: the first product
+    """The sorted path with hopper.py's products: tiles of 128 rows, group_m of them sharing weights in L2. gather: the first product
     fetches rows by token; else they are copied into sorted order before."""
 
     group_m: int
@@ -165,8 +167,14 @@ class SpecialisedPlan:
     act_group: ClassVar[int] = 128  # columns of the activation that share a scale
 
     def why_not(self, shape: ExpertsShape, limits: Limits) -> str | None:
-        if not shape.fp8 or shape.kind != "swiglu" or shape.up_bias or shape.down_bias or shape.weight_on_input:
-            return "the warp-specialised products know fp8 weights, SwiGLU and the weight on the output, and no bias"
+        if shape.dtype.itemsize != 2 or shape.kind != "swiglu" or shape.up_bias or shape.down_bias or shape.weight_on_input:
+            return "the warp-specialised products know fp8 and 16-bit weights, SwiGLU and the weight on the output, and no bias"
+        if not shape.fp8 and not self.gather:
+            return "the warp-specialised products copy fp8 rows alone into sorted order; 16-bit ones are fetched by token (gather)"
+        if shape.inter % 8:
+            return (
+                f"the warp-specialised products need rows of whole 16 bytes, a multiple of 8, not {shape.inter}, local intermediate columns"
+            )
         if shape.hidden % SCALE_BLOCK:
             return f"the warp-specialised products need a hidden size that is a multiple of {SCALE_BLOCK}, not {shape.hidden}"
         if not limits.has_wgmma:
@@ -230,6 +238,7 @@ def make_launchers(shape: ExpertsShape, plan: Plan, ids_dtype: torch.dtype, *, p
             **({} if plan.gather else scatter),
             **hopper.product_launches(
                 dtype=shape.dtype,
+                fp8=shape.fp8,
                 hidden=shape.hidden,
                 inter=shape.inter,
                 top_k=shape.slots,

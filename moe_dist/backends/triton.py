@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from moe_dist_kernels import ExpertsShape, Plan, RouterShape
     from moe_dist_kernels.ahead import Variant
 
-_DECODE_FIELDS = {"path", *(f"{side}_{name}" for side in ("up", "down") for name in ("n", "k", "warps"))}
+_TILE_FIELDS = {"path", *(f"{side}_{name}" for side in ("up", "down") for name in ("n", "k", "warps"))}
+_DECODE_FIELDS = {*_TILE_FIELDS, "down_early"}
 _SORTED_FIELDS = {
     "block_m",
     "group_m",
     "swap_ab",
     *(f"{side}_{name}" for side in ("up", "down") for name in ("stages", "tma", "persistent")),
 }
-_SORTED_FIELDS |= _DECODE_FIELDS
+_SORTED_FIELDS |= _TILE_FIELDS
 _SPECIALISED_FIELDS = {"path", "group_m", "gather"}
 _MOST_TACTICS = 24  # of one bucket: what a tuner can time within its budget
 _ANY = Bucket(1, 1 << 30)  # a bucket for "any count": the sorted path at its widest
@@ -48,9 +49,12 @@ _Small = tuple[int, int, int]  # columns, depth, warps
 _Product = tuple[int, int, int, int, str]  # columns, depth, warps, stages; "t": by the copy engine, "p": persistent
 
 
-def _decode(up: _Small, down: _Small) -> Tactic:
-    """The small path."""
-    return Tactic.of("triton", path="decode", up_n=up[0], up_k=up[1], up_warps=up[2], down_n=down[0], down_k=down[1], down_warps=down[2])
+def _decode(up: _Small, down: _Small, *, early: int = 0) -> Tactic:
+    """The small path. early: steps of the second product whose weights are asked for before the first is done."""
+    params: dict[str, Scalar] = {"path": "decode", "down_early": early}
+    for side, tile in (("up", up), ("down", down)):
+        params |= {f"{side}_{name}": value for name, value in zip(("n", "k", "warps"), tile, strict=True)}
+    return Tactic("triton", tuple(sorted(params.items())))
 
 
 def _sorted(block_m: int, up: _Product, down: _Product, *, group_m: int = 1, swap_ab: bool = False) -> Tactic:
@@ -105,8 +109,11 @@ class TritonBackend(Backend):
     def tactics(self, problem: MoEProblem, bucket: Bucket, device: torch.device, params: BackendConfig) -> Sequence[Tactic]:
         if problem.config.execution.batch_invariant:
             return [self.default(problem, bucket, device)]
-        likely = dict.fromkeys(_worth_timing(problem, bucket))
-        runnable = (tactic for tactic in likely if self.why_not_tactic(problem, tactic, bucket, device) is None)
+        first, *instead = _defaults(problem, bucket)
+        likely = [first, *_worth_timing(problem, bucket)]
+        if self.why_not_tactic(problem, first, bucket, device) is not None:
+            likely += instead  # slower ones, for cards that can't run the first
+        runnable = (tactic for tactic in dict.fromkeys(likely) if self.why_not_tactic(problem, tactic, bucket, device) is None)
         return list(itertools.islice(runnable, _MOST_TACTICS))
 
     def default(self, problem: MoEProblem, bucket: Bucket | None, device: torch.device) -> Tactic:
@@ -287,7 +294,10 @@ def _plan(tactic: Tactic) -> Plan:
 
     def small(side: str) -> DecodeTile:
         return DecodeTile(
-            block_n=_number(tactic, f"{side}_n"), block_k=_number(tactic, f"{side}_k"), warps=_number(tactic, f"{side}_warps")
+            block_n=_number(tactic, f"{side}_n"),
+            block_k=_number(tactic, f"{side}_k"),
+            warps=_number(tactic, f"{side}_warps"),
+            early=_number(tactic, "down_early") if side == "down" else 0,
         )
 
     def product(side: str) -> ProductTile:
@@ -373,10 +383,10 @@ def _defaults(problem: MoEProblem, bucket: Bucket) -> list[Tactic]:
     # At one token no expert is hit twice: two launches take no longer than the sorted path's five, at half the host's cost.
     if fp8 and (bucket.high == 1 or ((bucket.high <= 4 or rows <= 0.05) and problem.local_intermediate <= 1024)):
         up = (1, 512, 1) if small_depth or bucket.high == 1 else (2, 512, 1)
-        return [_decode(up, (4, 256, 1) if small_depth or bucket.high > 1 else (2, 512, 1))]
+        return [_decode(up, (4, 256, 1) if small_depth or bucket.high > 1 else (2, 512, 1), early=2)]
     if not fp8 and (bucket.high <= 4 or rows <= 0.2):
         wide = problem.local_intermediate >= 2048
-        return [_decode((1, 2048, 4) if wide else (1, 1024, 1), (4, 256, 1) if small_depth or wide else (2, 512, 2))]
+        return [_decode((1, 2048, 4) if wide else (1, 1024, 1), (4, 256, 1) if small_depth or wide else (2, 512, 2), early=2)]
     found = [tactic for limit, tactics in (_FP8 if fp8 else _PLAIN) if rows <= limit for tactic in tactics]
     # A copy of the rows in order pays when they are read often: once for every 128 columns of the activation.
     ways = (_specialised(gather=False), _specialised(gather=True))
@@ -438,29 +448,33 @@ _FP8: tuple[tuple[float, tuple[Tactic, ...]], ...] = (
 
 
 def _worth_timing(problem: MoEProblem, bucket: Bucket) -> Iterator[Tactic]:
-    """At most 24 tactics, the likely ones first."""
-    yield from _defaults(problem, bucket)[:1]
+    """Tactics beside the default, the likely ones first."""
     slots = bucket.high * problem.config.routing.slots
     rows = _rows_per_expert(problem, bucket.high)
     if problem.config.quant.weight == "fp8":
         yield from _worth_timing_fp8(slots, rows)
     else:
         yield from _worth_timing_plain(slots, rows)
-    yield from _defaults(problem, bucket)[1:]
 
 
 def _worth_timing_plain(slots: int, rows: float) -> Iterator[Tactic]:
     if slots <= 160 and rows <= 2:
-        for small_up in ((1, 1024, 1), (4, 256, 1), (1, 2048, 4))[: 3 if slots <= 40 else 2]:
-            for small_down in ((2, 512, 2), (4, 256, 1), (1, 512, 2), (8, 256, 4))[: 4 if slots <= 40 else 2]:
-                yield _decode(small_up, small_down)
+        downs = ((2, 512, 2), (4, 256, 1), (2, 256, 1))
+        for small_up in ((1, 1024, 1), (1, 2048, 1), (1, 2048, 4))[: 3 if slots <= 40 else 2]:
+            for small_down in downs:
+                yield _decode(small_up, small_down, early=2)
+        for early in (0, 4) if slots <= 40 else (0,):
+            for small_down in downs:
+                yield _decode((1, 1024, 1), small_down, early=early)
+        if slots <= 40:
+            yield _decode((1, 2048, 4), (2, 256, 1))
     if rows <= 20:
-        for up in ((64, 128, 4, 3, ""), (64, 128, 4, 4, "")):
-            for down in ((128, 128, 4, 3, ""), (128, 64, 4, 4, ""), (64, 128, 4, 5, "t")):
-                yield _sorted(16, up, down, swap_ab=True)
+        for down in ((128, 128, 4, 3, ""), (128, 64, 4, 4, ""), (64, 128, 4, 5, "t")):
+            yield _sorted(16, (64, 128, 4, 3, ""), down, swap_ab=True)
+        for down in ((128, 128, 4, 3, ""), (128, 128, 4, 2, ""), (128, 64, 4, 2, "")):
+            yield _sorted(16, (32, 128, 4, 4, ""), down, swap_ab=True)
+        yield _sorted(16, (64, 128, 4, 4, ""), (64, 128, 4, 3, ""), swap_ab=True)
         yield _sorted(16, (64, 128, 4, 4, "t"), (128, 64, 4, 6, "t"), swap_ab=True)
-        yield _sorted(16, (64, 128, 4, 4, "t"), (128, 128, 4, 3, "t"))
-        yield _sorted(16, (32, 256, 4, 3, ""), (128, 64, 4, 4, ""))
     if 3 < rows <= 70:
         yield _sorted(32, (64, 128, 4, 3, "t"), (128, 64, 4, 4, "t"))
         yield _sorted(32, (64, 128, 4, 4, "t"), (128, 128, 4, 4, "t"), swap_ab=True)
@@ -470,31 +484,39 @@ def _worth_timing_plain(slots: int, rows: float) -> Iterator[Tactic]:
         yield _sorted(64, (64, 64, 4, 4, "t"), (256, 64, 8, 4, "tp"), group_m=8)
         yield _sorted(64, (64, 64, 4, 4, "t"), (128, 64, 4, 4, "t"), group_m=8)
     if rows > 28:
-        for up in ((128, 64, 8, 4, "t"), (128, 64, 8, 3, "tp"), (64, 64, 4, 3, "t")):
-            for down in ((256, 64, 8, 4, "tp"), (256, 64, 8, 3, "tp")):
-                yield _sorted(128, up, down, group_m=8)
-        yield _sorted(128, (128, 64, 8, 4, "t"), (256, 64, 8, 4, "t"), group_m=8)
+        for group_m in (8, 16):
+            yield _specialised(gather=True, group_m=group_m)
+        for down in ((256, 64, 8, 4, "tp"), (256, 64, 8, 3, "tp")):
+            yield _sorted(128, (128, 64, 8, 4, "t"), down, group_m=8)
         yield _sorted(128, (128, 64, 8, 4, "t"), (256, 64, 8, 3, "tp"), group_m=16)
+    if 28 < rows <= 512:
+        yield _sorted(128, (128, 64, 8, 3, "tp"), (256, 64, 8, 4, "tp"), group_m=8)
+        yield _sorted(128, (128, 64, 8, 4, "t"), (256, 64, 8, 4, "t"), group_m=8)
 
 
 def _worth_timing_fp8(slots: int, rows: float) -> Iterator[Tactic]:
     if slots <= 160 and rows <= 2:
-        for small_up in ((1, 512, 1), (2, 512, 1), (1, 1024, 1))[: 3 if slots <= 40 else 2]:
+        for small_up in ((1, 512, 1), (2, 512, 1)):
             for small_down in ((2, 512, 1), (4, 256, 1), (2, 256, 1))[: 3 if slots <= 40 else 2]:
-                yield _decode(small_up, small_down)
+                for early in (2, 4) if slots <= 40 else (2,):
+                    yield _decode(small_up, small_down, early=early)
+            yield _decode(small_up, (2, 256, 1) if slots <= 10 else (4, 256, 1))
     if rows <= 20:
-        for up in ((64, 128, 4, 5, ""), (128, 128, 4, 4, "t"), (128, 128, 4, 4, "")):
-            for down in ((128, 64, 4, 6, "t"), (128, 128, 4, 5, "t"), (64, 128, 4, 6, "t")):
+        for up in ((64, 128, 4, 5, ""), (128, 128, 4, 4, "t")):
+            for down in ((128, 64, 4, 6, "t"), (64, 128, 4, 6, "t")):
                 yield _sorted(16, up, down, swap_ab=True)
+        yield _sorted(16, (128, 128, 4, 4, ""), (128, 128, 4, 5, "t"), swap_ab=True)
     if 3 < rows <= 70:
         yield _sorted(32, (64, 128, 4, 4, "t"), (128, 64, 4, 6, "t"), swap_ab=True)
         for down in ((128, 64, 4, 6, "t"), (128, 128, 4, 5, "t")):
             yield _sorted(32, (128, 128, 8, 4, "t"), down, swap_ab=True)
     if rows >= 12:
-        for up in ((64, 128, 4, 4, "t"), (64, 128, 4, 3, "t")):
-            for down in ((128, 64, 4, 5, "t"), (64, 64, 4, 6, "t")):
-                yield _sorted(64, up, down, group_m=8)
-        for down in ((128, 128, 4, 3, "t"), (128, 128, 4, 4, "t"), (128, 64, 4, 5, "t")):
-            yield _sorted(64, (128, 128, 8, 4, "t"), down, group_m=8)
         for gather in (False, True):
             yield _specialised(gather=gather)
+        yield _sorted(64, (64, 128, 4, 4, "t"), (128, 64, 4, 5, "t"), group_m=8)
+        yield _sorted(64, (128, 128, 8, 4, "t"), (128, 128, 4, 3, "t"), group_m=8)
+    if 12 <= rows <= 100:
+        yield _sorted(64, (64, 128, 4, 3, "t"), (128, 64, 4, 5, "t"), group_m=8)
+        yield _sorted(64, (64, 128, 4, 4, "t"), (64, 64, 4, 6, "t"), group_m=8)
+        for down in ((128, 128, 4, 4, "t"), (128, 64, 4, 5, "t")):
+            yield _sorted(64, (128, 128, 8, 4, "t"), down, group_m=8)

@@ -413,17 +413,18 @@ class _Question:
 
 
 def host_us(run: Run, copies: int, calls: int, device: torch.device) -> float:
-    """What a call costs the host: submitted in batches that the device's queue takes, which is drained between them, not within the time."""
-    batch, spent, done = 40, 0, 0
-    while done < calls:
+    """What a call costs the host: `calls` in batches that the device's queue takes, which is drained between them, not within the time.
+
+    The median of the batches: what else the host does for a moment is in none or in few of them."""
+    batch, spent = 40, []
+    for _ in range(-(-calls // batch)):
         _synchronize(device)
         began = time.perf_counter_ns()
         for index in range(batch):
             run(index % copies)
-        spent += time.perf_counter_ns() - began
-        done += batch
+        spent.append(time.perf_counter_ns() - began)
     _synchronize(device)
-    return spent / done / 1e3
+    return statistics.median(spent) / batch / 1e3
 
 
 def _run_of(call: Call, inputs: Sequence[MoEActivationPack]) -> Run:

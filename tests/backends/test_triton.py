@@ -92,6 +92,37 @@ def test_stored_tactics_that_can_not_run_are_refused_with_the_reason(params: dic
         raise AssertionError(BACKEND.why_not_tactic(problem, tactic, bucket, CPU))
 
 
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"down_early": 9}, "early 9 must be 0 to 8: steps of 2 x 512 that 2 warps can hold"),
+        ({"down_early": -1}, "early -1 must be 0 to 8"),
+        ({"down_early": True}, "down_early of .* is True; it must be an integer"),
+        ({"down_warps": 3}, "warps 3 must be 1, 2, 4 or 8"),
+    ],
+)
+def test_stored_tactics_of_a_few_tokens_that_can_not_run_are_refused_too(params: dict[str, object], reason: str) -> None:
+    problem, bucket = problem_of("qwen3-30b-a3b"), Bucket(1, 1)
+    tactic = _changed(BACKEND.default(problem, bucket, CPU), **params)
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(BACKEND.why_not_tactic(problem, tactic, bucket, CPU))
+
+
+def test_16_bit_weights_have_warp_specialised_products_among_their_many_row_tactics() -> None:
+    problem = problem_of("qwen3-30b-a3b")
+    found = {
+        tokens: [
+            tactic for tactic in BACKEND.tactics(problem, Bucket(tokens, tokens), CPU, TritonConfig()) if tactic["path"] == "specialised"
+        ]
+        for tokens in (64, 4096)
+    }
+    assert found[64] == []
+    assert [(tactic["gather"], tactic["group_m"]) for tactic in found[4096]] == [(True, 8), (True, 16)]
+    rows_of_whole_16_bytes = problem_of("qwen3-30b-a3b", experts=ExpertConfig(hidden_size=2048, intermediate_size=764))
+    reason = BACKEND.why_not_tactic(rows_of_whole_16_bytes, found[4096][0], Bucket(4096, 4096), CPU)
+    assert "a multiple of 8, not 764, local intermediate columns" in str(reason)
+
+
 FP8 = QuantConfig(weight="fp8", granularity="block", block_shape=(128, 128))
 
 
@@ -124,8 +155,9 @@ def test_fp8_default_by_rows_and_width(inter: int, tokens: int, path: str, gathe
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ({"activation": ActivationConfig("relu2")}, "know fp8 weights, SwiGLU"),
-        ({"quant": QuantConfig()}, "know fp8 weights, SwiGLU"),
+        ({"activation": ActivationConfig("relu2")}, "know fp8 and 16-bit weights, SwiGLU"),
+        ({"quant": QuantConfig()}, "copy fp8 rows alone into sorted order; 16-bit ones are fetched by token (gather)"),
+        ({"quant": QuantConfig(dtype="fp32")}, "know fp8 and 16-bit weights, SwiGLU"),
         ({"experts": ExpertConfig(hidden_size=2080, intermediate_size=768)}, "multiple of 128, not 2080"),
     ],
 )

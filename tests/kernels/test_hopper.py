@@ -19,15 +19,16 @@ pytestmark = [
 
 
 def drawn(
-    tokens: int, experts: int, top_k: int, hidden: int, inter: int, *, gather: bool, finalize: bool
+    tokens: int, experts: int, top_k: int, hidden: int, inter: int, *, gather: bool, finalize: bool, fp8: bool = True
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
     """One random layer and its tokens, the last of them with a remote slot: a run of it on a poisoned output, and fp32 truth on the CPU."""
     torch.manual_seed(tokens)
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
-    w13 = (torch.randn(experts, 2 * inter, hidden, device="cuda") * 0.2).to(torch.float8_e4m3fn)
-    w2 = (torch.randn(experts, hidden, inter, device="cuda") * 0.2).to(torch.float8_e4m3fn)
-    s13 = torch.rand(experts, 2 * inter // 128, hidden // 128, device="cuda") + 0.5
-    s2 = torch.rand(experts, hidden // 128, inter // 128, device="cuda") + 0.5
+    held = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    w13 = (torch.randn(experts, 2 * inter, hidden, device="cuda") * 0.2).to(held)
+    w2 = (torch.randn(experts, hidden, inter, device="cuda") * 0.2).to(held)
+    s13 = torch.rand(experts, 2 * inter // 128, hidden // 128, device="cuda") + 0.5 if fp8 else None
+    s2 = torch.rand(experts, hidden // 128, inter // 128, device="cuda") + 0.5 if fp8 else None
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int().cuda()
     ids[-1, 0] = -1
     weights = torch.rand(tokens, top_k, device="cuda")
@@ -41,7 +42,7 @@ def drawn(
         kind="swiglu",
         limit=6.0,
         finalize=finalize,
-        fp8=True,
+        fp8=fp8,
     )
     layer = Experts(shape, SpecialisedPlan(group_m=8, gather=gather), w13=w13, w2=w2, w13_scale=s13, w2_scale=s2)
 
@@ -50,7 +51,9 @@ def drawn(
         layer(x, out, ids=ids, weights=weights)
         return out
 
-    def plain(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def plain(w: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        if scale is None:
+            return w.float().cpu()
         return (w.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)).cpu()
 
     def truth() -> torch.Tensor:
@@ -87,8 +90,28 @@ def test_warp_specialised_products(tokens: int, experts: int, top_k: int, finali
     assert relative_error(outs[0], truth()) < 0.08
 
 
+@pytest.mark.parametrize(
+    ("hidden", "inter"),
+    [
+        (384, 200),  # six steps deep, then three and an eighth; a tile of the activation that is half past the end, and one of w2 too
+        (1024, 896),  # deep enough that tiles are taken from a counter
+    ],
+)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "finalize"), [(1, 4, 2, True), (300, 3, 2, True), (3000, 8, 2, True), (40, 60, 8, False)]
+)
+def test_warp_specialised_products_of_16_bits(tokens: int, experts: int, top_k: int, finalize: bool, hidden: int, inter: int) -> None:
+    """As above, and as near to truth as bf16 activations allow."""
+    run, truth = drawn(tokens, experts, top_k, hidden, inter, gather=True, finalize=finalize, fp8=False)
+    outs = [run().cpu() for _ in range(2)]
+    assert torch.equal(outs[0], outs[1])
+    if not finalize:
+        assert torch.equal(outs[0][-1, 0], torch.zeros(hidden, dtype=torch.bfloat16))
+    assert relative_error(outs[0], truth()) < 0.01
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize(("gather", "fp8"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("hidden", [384, 1024])  # the first product in fixed steps; its tiles from a counter
 @pytest.mark.parametrize(
     ("tokens", "experts"),
@@ -97,9 +120,9 @@ def test_warp_specialised_products(tokens: int, experts: int, top_k: int, finali
         (340, 16),  # 170 rows an expert: full tiles and tiles of a few rows in turn
     ],
 )
-def test_same_bits_two_hundred_times(tokens: int, experts: int, hidden: int, gather: bool) -> None:
+def test_same_bits_two_hundred_times(tokens: int, experts: int, hidden: int, gather: bool, fp8: bool) -> None:
     """Whatever else the card does: a stage, a tile's number or a maximum read too early, or overwritten too soon, would differ once."""
-    run, truth = drawn(tokens, experts, 8, hidden, 1792, gather=gather, finalize=True)
+    run, truth = drawn(tokens, experts, 8, hidden, 1792, gather=gather, finalize=True, fp8=fp8)
     first = run()
     assert relative_error(first.cpu(), truth()) < 0.08
     other, noise = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)

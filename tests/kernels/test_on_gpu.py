@@ -60,6 +60,7 @@ WIDE = {
     "bf16": [
         _sorted(16, (64, 128, 4, 3, ""), (128, 64, 4, 4, ""), swap_ab=True),  # pointers; 70,000 row tiles of 16 rows
         _sorted(128, (128, 64, 8, 4, "t"), (256, 64, 8, 4, "tp"), group_m=8),  # the copy engine; persistent
+        _specialised(gather=True),
     ],
     "fp8": [
         _sorted(16, (64, 128, 4, 4, ""), (128, 64, 4, 4, ""), swap_ab=True),
@@ -124,6 +125,28 @@ def test_right_where_hidden_states_pass_31_bits(finalize: bool, device: torch.de
         operation.bind(tactic)(acts, outputs.tensors[0])
         assert outputs.fault() is None, (tactic, outputs.fault())
         assert error_at(operation, acts, outputs.tensors[0], [0, edge - 1, edge, edge + 1, tokens - 1]) < BOUND["bf16"], tactic
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize(("early", "down"), [(2, (2, 512, 2)), (4, (4, 256, 1)), (8, (2, 256, 1))])
+def test_weights_asked_for_early_are_those_of_this_call(quant: str, early: int, down: tuple[int, int, int], device: torch.device) -> None:
+    """Each call's experts are chosen on the card, by the kernel right before: the second product's early reads must see those, not a call's
+    before. 300 calls in one stream, without a wait between them, against the same tactic that reads nothing early: equal bits."""
+    config = md.MoEConfig(
+        routing=md.RoutingConfig(32, 4), experts=md.ExpertConfig(hidden_size=1024, intermediate_size=768), quant=QUANTS[quant]
+    )
+    problem = MoEProblem.of(config, routed=False)
+    operation = md.MoEOperation(problem, md.make_random_weights(problem, 0, 0, device), device, md.BackendOptions((md.TritonConfig(),)))
+    x = torch.randn(2, 1024, device=device, dtype=torch.bfloat16)
+    acts = [md.MoEActivationPack(hidden_states=x, router_logits=torch.randn(2, 32, device=device)) for _ in range(300)]
+    outs = torch.full((2, 300, 2, 1024), torch.nan, device=device, dtype=torch.bfloat16)
+    up = (1, 1024, 1) if quant == "bf16" else (1, 512, 1)
+    for at, tactic in enumerate((_decode(up, down), _decode(up, down, early=early))):
+        run = operation.bind(tactic)
+        for call, pack in enumerate(acts):
+            run(pack, outs[at, call])
+    assert not outs.isnan().any()
+    assert torch.equal(outs[0], outs[1])
 
 
 @pytest.mark.timeout(300)
