@@ -27,12 +27,12 @@ ONE_PROGRAM_SLOTS = 2048  # up to here one program sorts everything in one launc
 
 @triton.jit
 def local_expert(ids_ptr, map_ptr, slot, mask, NUM_LOCAL: tl.constexpr, MAP_SIZE: tl.constexpr, CACHE: tl.constexpr):
-    """The local expert of each slot, or -1: masked, out of range, or another rank's. CACHE: how ids are cached, as tl.load has it."""
+    """The local expert of each slot, or -1: masked, out of range, or another rank's. CACHE: tl.load's cache_modifier of both loads."""
     wide = tl.load(ids_ptr + slot, mask=mask, other=-1, cache_modifier=CACHE)
     known = (wide >= 0) & (wide < MAP_SIZE)
     expert = tl.where(known, wide, -1).to(tl.int32)
     if map_ptr is not None:
-        expert = tl.load(map_ptr + expert, mask=expert >= 0, other=-1)
+        expert = tl.load(map_ptr + expert, mask=expert >= 0, other=-1, cache_modifier=CACHE)
     return tl.where((expert >= 0) & (expert < NUM_LOCAL), expert, -1)
 
 

@@ -163,9 +163,11 @@ def decode_down_kernel(
 ):
     """out[i] = sum over the SLOTS slots of output i, in order, of weight * (act @ w[expert].T + bias); remote slots add 0.
 
-    SLOTS is K for finished rows, 1 for unfinalized ones. The weights of the first EARLY steps are asked for before the first product is
-    done: ids were there before it began, as all of its programs wait for what precedes them before any of these starts. Example, two slots with act 1 and 2, w 3 and 4, weights 0.5 and
-    0.25: 0.5 * 3 + 0.25 * 8 = 3.5.
+    SLOTS is K for finished rows, 1 for unfinalized ones. Example, two slots with act 1 and 2, w 3 and 4, weights 0.5 and 0.25:
+    0.5 * 3 + 0.25 * 8 = 3.5.
+
+    The weights of the first EARLY steps are asked for before the first product is done. Ids, map and weights are there by then: all of
+    that product's programs have waited for what precedes it before any program of this one starts.
     """
     n = (tl.program_id(0) // num_outputs) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = tl.minimum(n, HIDDEN - 1)
@@ -175,7 +177,7 @@ def decode_down_kernel(
     held = ()
     if PDL:
         for step in tl.static_range(EARLY):
-            # Past the first cache level, which may remember another call's ids.
+            # Past the first cache level, which may remember what another call found there.
             expert = local_expert(ids_ptr, map_ptr, output * SLOTS + step // STEPS, True, NUM_LOCAL, MAP_SIZE, ".cg").to(tl.int64)
             depth = tl.where(expert >= 0, INTER, 0) - step % STEPS * BLOCK_K
             w_ptrs = w_ptr + tl.where(expert >= 0, expert, 0) * (HIDDEN * INTER) + weight_row[:, None] * INTER + k[None, :]
