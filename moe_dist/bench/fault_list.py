@@ -48,9 +48,14 @@ class Fault:
         return "disk full" in self.name
 
     @property
+    def starts_again(self) -> bool:
+        """The culprit is killed, and alone started again."""
+        return self.name.startswith("restarted alone")
+
+    @property
     def patience_s(self) -> float:
         """How long ranks wait for one that is silent. Who is started again must be known by its word, before patience could end."""
-        return 4 * DEADLINE_S if self.name == "restarted alone" else PROGRESS_TIMEOUT_S
+        return 4 * DEADLINE_S if self.starts_again else PROGRESS_TIMEOUT_S
 
     @property
     def collective(self) -> str:
@@ -70,6 +75,7 @@ def _faults() -> tuple[Fault, ...]:
             Fault(phase, "killed", "RankLost(1)", 1, at, gone=True),
             Fault(phase, "leader killed", "RankLost(0)", 0, at, gone=True),
             Fault(phase, "restarted alone", "RankLost(1)", 1, at, gone=True),
+            Fault(phase, "restarted alone with another release", "RankLost(1)", 1, at, gone=True),
             Fault(phase, "stopped", "RankLost(1)", 1, at, gone=True),
             Fault(phase, "stopped and continued", AGREED, 1, at),
             Fault(phase, "stopped, lost, then continued", "RankLost(1)", 1, at),

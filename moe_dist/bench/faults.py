@@ -149,7 +149,7 @@ def _meet_from_outside(fault: Fault, ranks: Ranks, server: RedisServer | None) -
             ranks.signal(fault.culprit, signal.SIGCONT)
     elif fault.name == "killed for its memory":
         ranks.kill(fault.culprit)
-    elif fault.name == "restarted alone":
+    elif fault.starts_again:
         ranks.start_again(fault.culprit)
     elif fault.name == "another job publishes in between":
         return  # it says itself when it is done

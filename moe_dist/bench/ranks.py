@@ -55,9 +55,10 @@ class Rank:
     port: int
     folder: Path
 
-    def group(self, *, progress_timeout: float = 5.0, cap: float = 60.0) -> RankGroup:
+    def group(self, *, progress_timeout: float = 5.0, cap: float = 60.0, version: str | None = None) -> RankGroup:
         store = TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
-        return RankGroup(store, self.index, self.size, progress_timeout=timedelta(seconds=progress_timeout), cap=timedelta(seconds=cap))
+        patience, longest = timedelta(seconds=progress_timeout), timedelta(seconds=cap)
+        return RankGroup(store, self.index, self.size, version=version, progress_timeout=patience, cap=longest)
 
     def mark(self, name: str) -> None:
         """Tell whoever started the ranks, and the other ranks, that this point was reached."""

@@ -182,8 +182,9 @@ def _store_of(rank: Rank, fault: Fault | None, url: str) -> Store:
 def struck_rank(rank: Rank, fault: Fault | None, strategy: str, url: str) -> dict[str, Any]:
     """Without a fault: tune the problems "base", and leave. With one: adopt that epoch, meet the fault in a second pass or a reload,
     and make a collective call by what is served then."""
-    if fault is not None and fault.name == "restarted alone" and rank.index == fault.culprit and (rank.folder / "mark-struck").exists():
-        rank.group()  # its second start: it claims its place, and its peers must learn it
+    if fault is not None and fault.starts_again and rank.index == fault.culprit and (rank.folder / "mark-struck").exists():
+        # Its second start: it claims its place, and its peers must learn it.
+        rank.group(version="another" if "another release" in fault.name else None)
         return {}
     store = _store_of(rank, fault, url)  # before torch starts threads
     client = TCPStore("127.0.0.1", rank.port, is_master=False, wait_for_workers=False)
@@ -291,7 +292,7 @@ def _prepare(fault: Fault, tuner: Tuner, operation: _Operation, costs: dict[str,
 def _meet(fault: Fault, rank: Rank, tuner: Tuner, client: TCPStore, store: Path, said: Mapping[str, Any]) -> None:
     """Faults that strike at a step. said: the words of this rank in a pass that is over, by their keys."""
     match fault.name:
-        case "killed" | "killed in a collective" | "restarted alone":
+        case "killed" | "killed in a collective" | "restarted alone" | "restarted alone with another release":
             os.kill(os.getpid(), signal.SIGKILL)
         case "leader killed" | "leader killed after its word" | "leader killed after the commit":
             os.kill(os.getpid(), signal.SIGKILL)

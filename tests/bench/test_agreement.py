@@ -68,7 +68,7 @@ def fault(phase: str, name: str) -> Fault:
         ("commit", "leader killed after the commit", "shard"),
         ("measure", "killed in a collective", "reload"),
         ("measure", "late in a collective", "shard"),
-        ("commit", "restarted alone", "reload"),
+        ("commit", "restarted alone with another release", "reload"),
         ("measure", "out of memory", "shard"),
     ],
 )
@@ -146,7 +146,8 @@ def test_faults_cover_every_phase_and_are_named_once() -> None:
         phases.setdefault(each.name, []).append(each.phase)
     anywhere = {name for name, found in phases.items() if tuple(found) == PHASES}
     assert anywhere == {
-        "killed", "leader killed", "restarted alone", "stopped", "stopped and continued", "stopped, lost, then continued", "late", "leaves by an exception",
+        "killed", "leader killed", "restarted alone", "restarted alone with another release", "stopped", "stopped and continued",
+        "stopped, lost, then continued", "late", "leaves by an exception",
         "out of memory", "disk full", "leader's disk full", "store killed", "another job publishes in between", "two contexts at once",
         "two passes at once", "a pass within a pass", "late words of an old pass",
     }  # fmt: skip
