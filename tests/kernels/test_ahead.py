@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 
 import moe_dist as md
 from moe_dist.backends.base import MoEProblem
-from moe_dist.backends.triton import _decode, _sorted
+from moe_dist.backends.triton_tactics import decode_tiles, sorted_tiles
 from moe_dist.operation import probe_inputs
 from moe_dist.tuning.problem import CompileAhead
 
@@ -121,7 +121,7 @@ def test_on_a_card_nothing_is_compiled_after_it_was_compiled_ahead(cache: Path) 
     config = md.MoEConfig(routing=md.RoutingConfig(8, 2), experts=md.ExpertConfig(hidden_size=320, intermediate_size=192))
     problem = MoEProblem.of(config, routed=True)
     operation = md.MoEOperation(problem, md.make_random_weights(problem, 0, 0, device), device, md.BackendOptions((md.TritonConfig(),)))
-    tactics = [_decode((1, 256, 1), (4, 128, 1)), _sorted(16, (64, 64, 4, 3, ""), (64, 64, 4, 3, ""), swap_ab=True), _sorted(64, (64, 64, 4, 3, "t"), (64, 64, 4, 3, "tp"), group_m=8)]  # fmt: skip
+    tactics = [decode_tiles((1, 256, 1), (4, 128, 1)), sorted_tiles(16, (64, 64, 4, 3, ""), (64, 64, 4, 3, ""), swap_ab=True), sorted_tiles(64, (64, 64, 4, 3, "t"), (64, 64, 4, 3, "tp"), group_m=8)]  # fmt: skip
     assert operation.compile_ahead(tactics, CompileAhead()) >= 7
     late: list[str] = []
     triton.knobs.compilation.listener = lambda *, src, cache_hit, **rest: None if cache_hit else late.append(src.name)

@@ -22,7 +22,8 @@ from moe_dist_kernels.routing import route_launch
 from triton.backends.compiler import GPUTarget
 
 from moe_dist.backends.base import MoEProblem
-from moe_dist.backends.triton import TritonBackend, TritonConfig, _plan, _shape
+from moe_dist.backends.triton import TritonBackend, TritonConfig, _shape
+from moe_dist.backends.triton_tactics import plan_of
 from moe_dist.config import ExpertConfig, MoEConfig, QuantConfig, RoutingConfig
 from moe_dist.tuning.problem import Bucket, BucketLadder
 
@@ -84,7 +85,7 @@ ODD = problem_of(60, 4, 511, 33)  # no power of two, nothing aligned
 )
 def test_defaults_compile_without_spills(problem: MoEProblem, tokens: int, arch: int) -> None:
     backend = TritonBackend()
-    plan = _plan(backend.default(problem, Bucket(tokens, tokens), torch.device("cpu")))
+    plan = plan_of(backend.default(problem, Bucket(tokens, tokens), torch.device("cpu")))
     for name, launch in launches_of(problem, plan, pdl=True).items():
         used = usage(launch, arch)
         assert used.stack_bytes <= STACK.get(name, 0), (name, used)
@@ -190,7 +191,7 @@ def every_variant() -> Iterator[tuple[str, Launch]]:
     backend, seen = TritonBackend(), set()
     for bucket in BucketLadder.powers_of_two(16384).buckets():
         for tactic in backend.tactics(QWEN, bucket, torch.device("cpu"), TritonConfig()):
-            for name, launch in launches_of(QWEN, _plan(tactic), pdl=True).items():
+            for name, launch in launches_of(QWEN, plan_of(tactic), pdl=True).items():
                 sizes = {
                     key: launch.constants[key] for key in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "SWAP_AB") if key in launch.constants
                 }

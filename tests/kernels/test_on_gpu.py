@@ -11,7 +11,7 @@ import torch
 import moe_dist as md
 from moe_dist.backends.base import MoEProblem
 from moe_dist.backends.reference import compute
-from moe_dist.backends.triton import _decode, _sorted, _specialised
+from moe_dist.backends.triton_tactics import decode_tiles, sorted_tiles, specialised
 from moe_dist.tuning.probe import GuardedOutputs
 from moe_dist.tuning.problem import Tactic
 
@@ -58,15 +58,15 @@ def error_at(operation: md.MoEOperation, acts: md.MoEActivationPack, out: torch.
 
 WIDE = {
     "bf16": [
-        _sorted(16, (64, 128, 4, 3, ""), (128, 64, 4, 4, ""), swap_ab=True),  # pointers; 70,000 row tiles of 16 rows
-        _sorted(128, (128, 64, 8, 4, "t"), (256, 64, 8, 4, "tp"), group_m=8),  # the copy engine; persistent
-        _specialised(gather=True),
+        sorted_tiles(16, (64, 128, 4, 3, ""), (128, 64, 4, 4, ""), swap_ab=True),  # pointers; 70,000 row tiles of 16 rows
+        sorted_tiles(128, (128, 64, 8, 4, "t"), (256, 64, 8, 4, "tp"), group_m=8),  # the copy engine; persistent
+        specialised(gather=True),
     ],
     "fp8": [
-        _sorted(16, (64, 128, 4, 4, ""), (128, 64, 4, 4, ""), swap_ab=True),
-        _sorted(64, (64, 128, 4, 4, "t"), (128, 64, 4, 5, "t"), group_m=8),
-        _specialised(gather=False),
-        _specialised(gather=True),
+        sorted_tiles(16, (64, 128, 4, 4, ""), (128, 64, 4, 4, ""), swap_ab=True),
+        sorted_tiles(64, (64, 128, 4, 4, "t"), (128, 64, 4, 5, "t"), group_m=8),
+        specialised(gather=False),
+        specialised(gather=True),
     ],
 }
 
@@ -98,7 +98,7 @@ def test_right_beyond_31_bits_and_65535_tiles(quant: str, device: torch.device) 
     few = draw(experts, slots, 4, hidden, device)
     assert few.topk_ids is not None
     few.topk_ids[0] = torch.arange(experts - slots, experts)
-    decode = _decode((1, 1024, 1) if quant == "bf16" else (1, 512, 1), (4, 256, 1))
+    decode = decode_tiles((1, 1024, 1) if quant == "bf16" else (1, 512, 1), (4, 256, 1))
     outputs = GuardedOutputs((4, hidden), torch.bfloat16, 1, device)
     operation.bind(decode)(few, outputs.tensors[0])
     assert outputs.fault() is None
@@ -141,7 +141,7 @@ def test_weights_asked_for_early_are_those_of_this_call(quant: str, early: int, 
     acts = [md.MoEActivationPack(hidden_states=x, router_logits=torch.randn(2, 32, device=device)) for _ in range(300)]
     outs = torch.full((2, 300, 2, 1024), torch.nan, device=device, dtype=torch.bfloat16)
     up = (1, 1024, 1) if quant == "bf16" else (1, 512, 1)
-    for at, tactic in enumerate((_decode(up, down), _decode(up, down, early=early))):
+    for at, tactic in enumerate((decode_tiles(up, down), decode_tiles(up, down, early=early))):
         run = operation.bind(tactic)
         for call, pack in enumerate(acts):
             run(pack, outs[at, call])
