@@ -191,7 +191,10 @@ class RedisStore(DegradingStore):
         secrets: Sequence[str] = (),
         retry_after: timedelta = timedelta(seconds=30),
     ) -> None:
+        from moe_dist.stores.seeds import Workers
+
         super().__init__(url, retry_after=retry_after)
+        self._workers = Workers()
         self._connect = connect
         self._client: Any = None
         self._prefix = prefix
@@ -228,6 +231,7 @@ class RedisStore(DegradingStore):
         client, self._client = self._client, None
         if client is not None:
             client.close()
+        self._workers.dismiss()
 
     def _read(self, keys: list[str]) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
@@ -282,7 +286,7 @@ class RedisStore(DegradingStore):
         """Unavailable: the server can't be reached within the limit (it then rests), or refuses."""
         import redis
 
-        from moe_dist.stores.seeds import GivenUp, within
+        from moe_dist.stores.seeds import GivenUp
 
         until_s = time.monotonic() + self._limit_s
         last: Exception | None = None
@@ -292,8 +296,8 @@ class RedisStore(DegradingStore):
             client = self._client
             try:
                 if client is None:
-                    client = self._client = within(until_s - time.monotonic(), self._connect)
-                answer = within(until_s - time.monotonic(), functools.partial(command, client))
+                    client = self._client = self._workers.within(until_s - time.monotonic(), self._connect)
+                answer = self._workers.within(until_s - time.monotonic(), functools.partial(command, client))
             except GivenUp:
                 last = last or TimeoutError(f"no answer within {self._limit_s:g} s")
             except (redis.ConnectionError, redis.TimeoutError, redis.exceptions.RedisClusterException) as error:  # incl. a wrong password

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import encodings.idna  # noqa: F401  # which a socket loads for its first host otherwise
 import functools
+import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,8 @@ import redis.cluster
 import redis.sentinel
 
 _T = TypeVar("_T")
+_Calls = queue.SimpleQueue[tuple[Callable[[], Any], Callable[[tuple[Any, BaseException | None]], None]] | None]
+_IDLE_S = 1.0  # without a call, after which a thread ends
 _TOLD = 3  # servers whose reasons a message has room for
 
 
@@ -47,31 +50,77 @@ def connect_if_wanted(connection: Any) -> None:
     check_wanted()
 
 
-def within(limit_s: float, action: Callable[[], _T]) -> _T:
-    """What `action` returns or raises, called by a thread of its own. GivenUp: it has done neither after `limit_s`, or there is no time."""
-    if limit_s <= 0:
-        raise GivenUp
-    done: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
-    given_up = threading.Event()
+class Workers:
+    """Threads for calls that end by a deadline. Who has answered takes the next call, or ends where none comes for a while: a new thread
+    for each would cost more than the trip to a local server. Who was given up ends once what it was called for does."""
 
-    def begin() -> _T:
-        _trip.given_up = given_up
-        check_wanted()
-        return action()
+    def __init__(self) -> None:
+        self._idle: list[_Calls] = []
+        self._of = os.getpid()
 
-    threading.Thread(target=_answer, args=(begin, done.put), name="moe_dist-store", daemon=True).start()
-    try:
-        value, error = done.get(timeout=limit_s)
-    except queue.Empty:
-        raise GivenUp from None
-    finally:
-        given_up.set()
-    try:
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]
-    finally:
-        del error  # whose traceback holds this frame
+    def within(self, limit_s: float, action: Callable[[], _T]) -> _T:
+        """What `action` returns or raises, called by another thread. GivenUp: it has done neither after `limit_s`, or there is no time."""
+        if limit_s <= 0:
+            raise GivenUp
+        done: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
+        given_up = threading.Event()
+
+        def begin() -> _T:
+            _trip.given_up = given_up
+            check_wanted()
+            return action()
+
+        calls, answered = self._worker(), False
+        calls.put((begin, done.put))
+        try:
+            value, error = done.get(timeout=limit_s)
+            answered = True
+        except queue.Empty:
+            raise GivenUp from None
+        finally:
+            given_up.set()
+            if answered:
+                self._idle.append(calls)
+            else:
+                calls.put(None)
+        try:
+            if error is not None:
+                raise error
+            return value  # type: ignore[return-value]
+        finally:
+            del error  # whose traceback holds this frame
+
+    def dismiss(self) -> None:
+        """End those that wait for a call."""
+        while self._idle:
+            self._idle.pop().put(None)
+
+    def _worker(self) -> _Calls:
+        if self._of != os.getpid():  # a fork takes no threads along
+            self._of = os.getpid()
+            self._idle.clear()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            calls: _Calls = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(calls, self._idle), name="moe_dist-store", daemon=True).start()
+            return calls
+
+
+def _work(calls: _Calls, idle: list[_Calls]) -> None:
+    while True:
+        try:
+            call = calls.get(timeout=_IDLE_S)
+        except queue.Empty:
+            try:
+                idle.remove(calls)
+            except ValueError:  # taken in this moment: the call comes
+                continue
+            return
+        if call is None:
+            return
+        _answer(*call)
+        del call  # it holds what the caller holds
 
 
 def first_of(asked: Mapping[str, Callable[[], _T]], nobody: str) -> _T:

@@ -6,6 +6,8 @@ Times are compared with what an unbounded call would take, many times as long, s
 from __future__ import annotations
 
 import contextlib
+import os
+import queue
 import socket
 import threading
 import time
@@ -14,9 +16,10 @@ import pytest
 from redis_server import RedisServer
 from redis_urls import AT_ONCE
 
+from moe_dist.stores import seeds
 from moe_dist.stores.open import open_store
 from moe_dist.stores.redis import RedisStore
-from moe_dist.stores.seeds import GivenUp, within
+from moe_dist.stores.seeds import GivenUp, Workers
 
 
 @contextlib.contextmanager
@@ -134,11 +137,102 @@ def test_a_trip_that_was_given_up_never_sends_what_it_carries(kind, tmp_path, mo
 
 
 def test_what_has_no_time_is_not_begun():
-    begun = []
+    begun, workers = [], Workers()
     for limit_s in (0.0, -1.0):
         with pytest.raises(GivenUp):
-            within(limit_s, lambda: begun.append(1))
-    assert within(60.0, lambda: begun) == []
+            workers.within(limit_s, lambda: begun.append(1))
+    assert workers.within(60.0, lambda: begun) == []
+
+
+def test_calls_in_turn_share_a_thread_and_calls_at_once_do_not():
+    workers, inside = Workers(), threading.Barrier(3)
+    assert len({workers.within(60.0, threading.current_thread) for _ in range(20)}) == 1
+
+    def call():
+        inside.wait(60)
+        return threading.current_thread()
+
+    callers = [threading.Thread(target=lambda: found.append(workers.within(60.0, call))) for _ in range(2)]
+    found = []
+    for caller in callers:
+        caller.start()
+    found.append(workers.within(60.0, call))
+    for caller in callers:
+        caller.join(60)
+    assert len(set(found)) == 3
+
+
+def test_a_call_that_was_given_up_keeps_its_thread_and_answers_no_other():
+    workers, go_on, held = Workers(), threading.Event(), []
+
+    def late():
+        held.append(threading.current_thread())
+        go_on.wait(60)
+        return "late"
+
+    with pytest.raises(GivenUp):
+        workers.within(0.2, late)
+    other = workers.within(60.0, threading.current_thread)
+    go_on.set()
+    held[0].join(60)
+    assert not held[0].is_alive()
+    assert other is not held[0]
+    assert [workers.within(60.0, lambda at=at: at) for at in range(20)] == [*range(20)]
+
+
+def test_a_thread_that_nobody_calls_ends(monkeypatch):
+    """In the moment that it is called again, too: none of these calls is lost."""
+    monkeypatch.setattr(seeds, "_IDLE_S", 0.0005)
+    workers, found = Workers(), set()
+    for at in range(300):
+        said, thread = workers.within(60.0, lambda at=at: (at, threading.current_thread()))
+        assert said == at
+        found.add(thread)
+        time.sleep(0.0005)
+    for thread in found:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert workers.within(60.0, threading.current_thread) not in found
+
+
+def test_a_thread_that_was_taken_waits_for_its_call(monkeypatch):
+    """However long its caller takes to make it."""
+    monkeypatch.setattr(seeds, "_IDLE_S", 0.01)
+    calls, answers = queue.SimpleQueue(), queue.SimpleQueue()
+    thread = threading.Thread(target=seeds._work, args=(calls, []), daemon=True)
+    thread.start()
+    time.sleep(0.1)
+    calls.put((lambda: "answer", answers.put))
+    assert answers.get(timeout=60) == ("answer", None)
+    calls.put(None)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_store_that_is_closed_leaves_no_thread(monkeypatch):
+    monkeypatch.setattr(seeds, "_IDLE_S", 3600.0)
+    before = set(threading.enumerate())
+    with RedisServer() as server:
+        store = open_store(f"redis://127.0.0.1:{server.port}?timeout=20")
+        assert store.put("x/y", b"1")
+        store.close()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_a_fork_takes_no_threads_along(monkeypatch):
+    monkeypatch.setattr(seeds, "_IDLE_S", 3600.0)
+    workers = Workers()
+    assert workers.within(60.0, lambda: "here") == "here"
+    if (child := os.fork()) == 0:
+        try:
+            os._exit(7 if workers.within(10.0, lambda: "there") == "there" else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert workers.within(60.0, lambda: "here") == "here"
+    workers.dismiss()
 
 
 def test_a_cluster_that_is_gone_is_looked_for_at_every_seed():
