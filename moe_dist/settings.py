@@ -52,7 +52,9 @@ def rank_settings(environ: Mapping[str, str] = os.environ) -> RankSettings:
     rank, world_size = _integer(environ, "RANK", 0), _integer(environ, "WORLD_SIZE", 1)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if world_size > 1 and missing:
-        raise ConfigError(f"WORLD_SIZE is {world_size}, but {' and '.join(missing)} is not set; start the ranks with torchrun")
+        raise ConfigError(
+            f"WORLD_SIZE is {world_size}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; start the ranks with torchrun"
+        )
     meet_at = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" if world_size > 1 else ""
     return RankSettings(rank=rank, world_size=world_size, local_rank=_integer(environ, "LOCAL_RANK", rank), meet_at=meet_at)
 

@@ -6,9 +6,11 @@ Torch waits without a word. Who waits long says so here, and who waited in vain 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,9 @@ import torch.distributed as dist
 from moe_dist.errors import RendezvousLost, first_line
 from moe_dist.settings import RankSettings
 
+T = TypeVar("T")
+_WAY_OUT = "start all of them together, as torchrun does: one that is started again alone is not taken back"
+_TORCH_ENDS_S = 5.0  # how much longer than asked torch may take to end by itself; it has waits without an end where a peer goes as it comes
 _SAID_AFTER_S = 10.0  # by when ranks that were started together have met, on hosts that are cold, too
 
 
@@ -44,18 +49,43 @@ def meet(
         return met
 
 
+def exchange(mine: T, group: dist.ProcessGroup | None, ranks: RankSettings) -> list[T]:
+    """What each rank of `group` has to say before the first pass, in their order. A collective call. RendezvousLost: one is gone."""
+    if group is None:
+        return [mine]
+    said: list[T | None] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(said, mine, group)
+    except RuntimeError as error:  # torch's own, of a peer that is gone or came too late
+        raise RendezvousLost(f"rank {ranks.rank}: a rank was lost before the first pass ({first_line(error)}); {_WAY_OUT}") from error
+    return said  # type: ignore[return-value]
+
+
 @contextlib.contextmanager
 def _waiting(ranks: RankSettings, patience_s: float, say: Callable[[str], None]) -> Iterator[None]:
     where = f"rank {ranks.rank} waits for all {ranks.world_size} ranks to meet at {ranks.meet_at}"
-    line = threading.Timer(_SAID_AFTER_S, lambda: say(f"{where}; it gives up after {patience_s:g} s"))
-    line.daemon = True
-    line.start()
+
+    def in_vain(why: str) -> str:
+        return (
+            f"rank {ranks.rank}: the {ranks.world_size} ranks did not meet at {ranks.meet_at} within {patience_s:g} s ({why}); {_WAY_OUT}; "
+            "--cap gives them longer"
+        )
+
+    def end() -> None:
+        say(in_vain("torch has not ended its wait by itself"))
+        os._exit(1)  # nothing else ends a wait inside torch; nothing was begun that would have to be ended
+
+    timers = (
+        threading.Timer(_SAID_AFTER_S, lambda: say(f"{where}; it gives up after {patience_s:g} s")),
+        threading.Timer(patience_s + _TORCH_ENDS_S, end),
+    )
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
     try:
         yield
     except RuntimeError as error:  # torch's own, whatever it waited for
-        raise RendezvousLost(
-            f"rank {ranks.rank}: the {ranks.world_size} ranks did not meet at {ranks.meet_at} within {patience_s:g} s ({first_line(error)}); "
-            "start all of them together, as torchrun does: one that is started again alone is not taken back; --cap gives them longer"
-        ) from error
+        raise RendezvousLost(in_vain(first_line(error))) from error
     finally:
-        line.cancel()
+        for timer in timers:
+            timer.cancel()

@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing.add_argument("prefix", nargs="?", help="only below this key: entries, epochs, or further down")
     show = actions.add_parser("show", help="a value's whole content as JSON")
     show.add_argument("key")
-    remove = actions.add_parser("rm", help="remove values; what is removed is tuned again when asked for")
+    remove = actions.add_parser(
+        "rm", help="remove values; winners are tuned again once neither entries nor epochs hold them: rm entries epochs"
+    )
     remove.add_argument("keys", nargs="+", metavar="key", help="a key, or a prefix for everything below it")
     for action in (listing, show, remove):
         _add_store(action, default=argparse.SUPPRESS)  # after the action, too; not given there, it leaves what was given before

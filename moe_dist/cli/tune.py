@@ -24,7 +24,7 @@ from moe_dist.backends.base import MoEProblem
 from moe_dist.backends.registry import usable_backends
 from moe_dist.cli.checks import positive, quiet_stores, require_writable, why_not_kept
 from moe_dist.cli.hosting import Hosted
-from moe_dist.cli.meeting import meet
+from moe_dist.cli.meeting import exchange, meet
 from moe_dist.cli.tune_report import Progress, TuneResult, count_diverged, print_summary, print_totals, write_json
 from moe_dist.config import DEFAULT_MAX_NUM_TOKENS, DTYPES
 from moe_dist.distributed.epoch import published
@@ -40,7 +40,7 @@ from moe_dist.stores.layered import ReadOnlyStore, shared_layer
 from moe_dist.stores.open import open_store
 from moe_dist.tuning.pass_terms import ProgressEvent
 from moe_dist.tuning.policy import OBJECTIVES, POLICIES, STRATEGIES, MeasurementPolicy
-from moe_dist.tuning.problem import BucketLadder, ProbeSpec
+from moe_dist.tuning.problem import BucketLadder, ProbeSpec, digest
 from moe_dist.tuning.tuner import Tuner
 
 HELP = "tune a model's MoE layer ahead of a deployment; under torchrun, on all its ranks together"
@@ -186,22 +186,23 @@ def plan_job(arguments: argparse.Namespace, ranks: RankSettings) -> TuneJob:
     )
 
 
-def _require_a_store_that_keeps(job: TuneJob, group: dist.ProcessGroup | None) -> None:
-    """StoreError: no rank of `group` can use its store, so that nothing would outlive the run. Where some can, tuning goes on, and
-    the others warn: a disk of one host may fail. A collective call."""
-    if job.store.url == "memory:":
-        return  # asked for
-    mine = why_not_kept(job.store_url)
-    reasons: list[str | None] = [mine]
-    if group is not None:
-        reasons = [None] * dist.get_world_size(group)
-        dist.all_gather_object(reasons, mine, group)
-    if mine is None or None in reasons:
-        return
-    raise StoreError(
-        f"store {job.store.url} can't be used: {mine}; mend it (`moe-dist doctor --store` checks "
-        "it), name another with --store, or tune with --store memory:, which keeps nothing"
-    )
+def _require_one_job(job: TuneJob, group: dist.ProcessGroup | None) -> None:
+    """A collective call. ConfigError: the ranks of `group` were asked for different problems. StoreError: none of them can use its store,
+    so that nothing would outlive the run; where some can, tuning goes on, and the others warn: a disk of one host may fail."""
+    words = {f"--{name}": getattr(job.arguments, name) for name in ("model", "dtype", "quant")} | {"--routed": job.arguments.routed or None}
+    asked = " ".join(f"{name} {value}" for name, value in words.items() if value is not None)
+    mine = None if job.store.url == "memory:" else why_not_kept(job.store_url)  # memory is asked for
+    said = exchange((digest(job.problem.key().packed), asked, mine), group, job.ranks)
+    if len({problem for problem, _, _ in said}) > 1:
+        each = "; ".join(
+            f"rank {rank}: {text} (problem {problem[:8]})" for rank, (problem, text, _) in zip(job.place.group, said, strict=True)
+        )
+        raise ConfigError(f"the ranks were asked for different problems: {each}; give all of them the same model, in the same form")
+    if all(reason is not None for *_, reason in said):
+        raise StoreError(
+            f"store {job.store.url} can't be used: {mine}; mend it (`moe-dist doctor --store` checks "
+            "it), name another with --store, or tune with --store memory:, which keeps nothing"
+        )
 
 
 def _why_not_kept(job: TuneJob, result: TuneResult) -> str | None:
@@ -332,14 +333,13 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
         with _plain_signals():
             try:
                 group = meet(job.ranks, job.place.group, job.device, arguments.cap, job.complain)
+                hosted = _hosted(job)
+                _require_one_job(job, group)
             except RendezvousLost as error:
                 if not job.leads:
                     job.complain(error)  # whoever speaks for its group may be long gone
                 raise
-            hosted = _hosted(job)
-            try:
-                _require_a_store_that_keeps(job, group)
-            except StoreError as error:
+            except (ConfigError, StoreError) as error:
                 if job.leads and job.ranks.rank != 0:
                     job.complain(error)  # rank 0's own end `main` says
                 if dist.is_initialized():

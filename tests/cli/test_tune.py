@@ -416,6 +416,20 @@ def test_a_store_that_one_rank_alone_can_use_is_enough_and_none_is_refused_by_al
 MANY = ",".join(map(str, range(1, 101)))  # buckets: more than a run gets through before its signal
 
 
+def test_ranks_that_were_asked_for_different_models_refuse_before_anything_is_tuned(tmp_path: Path) -> None:
+    for rank, experts in enumerate((8, 4)):
+        (tmp_path / f"model-{rank}.json").write_text(json.dumps(MODEL | {"num_experts": experts}))
+    with started(["--model", str(tmp_path / "model-$RANK.json"), "--ep", "2", "--store", str(tmp_path / "store")]) as ranks:
+        said = [process.communicate(timeout=DEADLINE_S)[1] for process in ranks]
+        assert [process.returncode for process in ranks] == [2, 2]
+    assert re.search(
+        r"moe-dist: the ranks were asked for different problems: rank 0: --model \S+model-0.json \(problem [0-9a-f]{8}\); "
+        r"rank 1: --model \S+model-1.json \(problem [0-9a-f]{8}\); give all of them the same model, in the same form",
+        said[0],
+    ), said
+    assert not list((tmp_path / "store").rglob("entries/*"))
+
+
 def test_no_write_tunes_and_leaves_the_store_as_it_was(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, asked = tmp_path / "store", ["tune", "--device", "cpu", "--model", model, "--buckets", "1", "--policy", "eager"]
     asked += ["--store", str(store)]
