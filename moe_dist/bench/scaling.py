@@ -69,7 +69,7 @@ ATTEMPTS = 5
 HOST = 8  # ranks of a host; of a smaller group, half
 TACTICS = tuple(Tactic.of("triton", block_m=block, warps=4, stages=3) for block in (16, 32, 64, 128, 256))
 TABLE = b"d" * 32  # the digest that all say in the end
-ENVIRONMENT = build_environment(torch.device("cpu"))
+ENVIRONMENT = dataclasses.replace(build_environment(torch.device("cpu")), host_threads=1)  # what each of its ranks runs with
 DEPLOYMENT = "scaling"
 
 

@@ -32,11 +32,12 @@ class Rendezvous:
     """
 
     def __init__(self, store: Store, host: int | None = None) -> None:
-        # A connection of our own: the framework may hold the shared one's lock in a long wait.
-        self._store = store.clone()  # type: ignore[attr-defined]
         self._hosts = () if host is None else (host,)
         self._requests = _Requests()
         self.lost = False
+        # A connection of our own: the framework may hold the shared one's lock in a long wait. Made as any request is: torch waits without
+        # an end for a server that is stopped.
+        self._store: Any = self._ask(store.clone)  # type: ignore[attr-defined]
 
     def holds(self, *keys: str) -> bool:
         """Whether there is a value under every one of `keys`."""

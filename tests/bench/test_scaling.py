@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -35,6 +38,14 @@ def test_what_is_simulated_is_what_real_ranks_send(size: int, phase: str) -> Non
     simulated, _ = scaling.simulate(size, KEYS, phase)
     assert (simulated.said, simulated.read) == (counted.said, counted.read)
     assert simulated.requests <= counted.requests, "a rank that waits long looks at its peers, too"
+
+
+def test_real_ranks_adopt_what_the_benchmark_publishes_whatever_threads_its_own_process_has() -> None:
+    """Ranks run with one thread each, which is part of where a winner holds; a user's process has as many as it has cores."""
+    run = [sys.executable, "-c", "from moe_dist.bench.scaling import reload_processes; print(reload_processes(2, 4)[0].requests)"]
+    ended = subprocess.run(run, env=os.environ | {"OMP_NUM_THREADS": "2"}, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 0
 
 
 @pytest.mark.parametrize("size", [2, 5])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import queue
+import signal
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -10,7 +14,7 @@ from typing import Any
 
 import pytest
 from distributed.in_threads import Make, opened, results, together
-from torch._C._distributed_c10d import FileStore, HashStore
+from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
 from moe_dist.distributed import rendezvous
 from moe_dist.distributed.group import RankGroup
@@ -58,3 +62,38 @@ def test_a_rendezvous_that_stops_answering_is_lost_in_bounded_time(make: Make, m
     assert told.value.ranks == (0,)
     with pytest.raises(TunerStateError, match=r"dead \(rendezvous lost\)"):
         rank.begin_pass()
+
+
+SERVER = """
+import sys, time
+from torch._C._distributed_c10d import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_group_that_is_made_while_the_rendezvous_is_stopped_ends_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection of its own is the first thing that it asks for, and torch waits for that without an end."""
+    monkeypatch.setattr(rendezvous, "REQUEST_TIMEOUT", timedelta(seconds=1))
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        store = TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+        store.set("seen", "yes")
+        server.send_signal(signal.SIGSTOP)
+        ends: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+        def make() -> None:
+            try:
+                RankGroup(store, 1, 2)
+                ends.put(None)
+            except RendezvousLost as error:
+                ends.put(error)
+
+        threading.Thread(target=make, daemon=True).start()  # which a group that waits without an end would keep
+        lost = ends.get(timeout=15)
+        assert "the rendezvous store can't be reached (no answer in 1 s)" in str(lost)
+    finally:
+        server.kill()
+        server.communicate()
