@@ -15,6 +15,29 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 
 @gluon.jit
+def _activated(gate, up, LIMIT: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr):
+    """SwiGLU, as activation.py has it."""
+    if LIMIT is not None:
+        gate = gl.minimum(gate, LIMIT)
+        up = gl.maximum(gl.minimum(up, LIMIT), -LIMIT)
+    return gate / (1.0 + gl.exp(-ALPHA * gate)) * (up + BETA)
+
+
+@gluon.jit
+def _store_rows(
+    half: gl.constexpr, acc, acc_2, weight, slot, live, n, column, out_ptr, stored: gl.constexpr, COLS: gl.constexpr, FEW: gl.constexpr
+):
+    """The second product's rows, each times its weight, at its slot: 128 columns of each sum, or, if FEW, this half's alone."""
+    start = column * 256 + (128 * half if FEW else 0)
+    y_ptrs = out_ptr + slot[:, None] * COLS + (column * 256 + n)[None, :]
+    y = gl.convert_layout((acc * weight[:, None]).to(out_ptr.dtype.element_ty), stored)
+    gl.store(y_ptrs, y, mask=(live & (start < COLS))[:, None])
+    if not FEW:
+        y = gl.convert_layout((acc_2 * weight[:, None]).to(out_ptr.dtype.element_ty), stored)
+        gl.store(y_ptrs + 128, y, mask=(live & (start + 128 < COLS))[:, None])
+
+
+@gluon.jit
 def scaled_tile(
     half: gl.constexpr,
     buffers,
@@ -104,10 +127,7 @@ def scaled_tile(
     n = gl.arange(0, N, layout=gl.SliceLayout(0, stored)) + (N * half if FEW else 0)
     live = lane < rows
     if PLANES == 2:
-        if LIMIT is not None:
-            acc = gl.minimum(acc, LIMIT)
-            acc_2 = gl.maximum(gl.minimum(acc_2, LIMIT), -LIMIT)
-        act = acc / (1.0 + gl.exp(-ALPHA * acc)) * (acc_2 + BETA)
+        act = _activated(acc, acc_2, LIMIT, ALPHA, BETA)
         most = gl.max(gl.abs(act), axis=1)
         # One scale for 128 columns: the warpgroups show each other the largest of theirs. All of one have stored before its one thread
         # arrives (the compiler's barrier of the warpgroup), and `met` turns when both have: what is read has been written. They take turns
@@ -126,13 +146,7 @@ def scaled_tile(
             COLUMNS: gl.constexpr = (COLS + 127) // 128
             gl.store(out_scale_ptr + row * COLUMNS + column, gl.convert_layout(act_scale, gl.SliceLayout(1, stored)), mask=live)
     else:
-        start = column * 256 + (128 * half if FEW else 0)
-        y_ptrs = out_ptr + slot[:, None] * COLS + (column * 256 + n)[None, :]
-        y = gl.convert_layout((acc * weight[:, None]).to(out_ptr.dtype.element_ty), stored)
-        gl.store(y_ptrs, y, mask=(live & (start < COLS))[:, None])
-        if not FEW:
-            y = gl.convert_layout((acc_2 * weight[:, None]).to(out_ptr.dtype.element_ty), stored)
-            gl.store(y_ptrs + 128, y, mask=(live & (start + 128 < COLS))[:, None])
+        _store_rows(half, acc, acc_2, weight, slot, live, n, column, out_ptr, stored, COLS, FEW)
 
 
 @gluon.jit
@@ -198,19 +212,10 @@ def plain_tile(
     n = gl.arange(0, N, layout=gl.SliceLayout(0, stored)) + (N * half if FEW else 0)
     live = lane < rows
     if PLANES == 2:
-        if LIMIT is not None:
-            acc = gl.minimum(acc, LIMIT)
-            acc_2 = gl.maximum(gl.minimum(acc_2, LIMIT), -LIMIT)
-        act = acc / (1.0 + gl.exp(-ALPHA * acc)) * (acc_2 + BETA)
+        act = _activated(acc, acc_2, LIMIT, ALPHA, BETA)
         out = gl.convert_layout(act.to(out_ptr.dtype.element_ty), stored)
         row = (first + gl.where(live, lane, 0)).to(gl.int64)
         columns = column * 128 + n
         gl.store(out_ptr + row[:, None] * COLS + columns[None, :], out, mask=live[:, None] & (columns < COLS)[None, :])
     else:
-        start = column * 256 + (128 * half if FEW else 0)
-        y_ptrs = out_ptr + slot[:, None] * COLS + (column * 256 + n)[None, :]
-        y = gl.convert_layout((acc * weight[:, None]).to(out_ptr.dtype.element_ty), stored)
-        gl.store(y_ptrs, y, mask=(live & (start < COLS))[:, None])
-        if not FEW:
-            y = gl.convert_layout((acc_2 * weight[:, None]).to(out_ptr.dtype.element_ty), stored)
-            gl.store(y_ptrs + 128, y, mask=(live & (start + 128 < COLS))[:, None])
+        _store_rows(half, acc, acc_2, weight, slot, live, n, column, out_ptr, stored, COLS, FEW)
