@@ -10,8 +10,8 @@ write (2), `db`, `ca` (a file of certificates to trust), `cert` and `key` (files
 `sentinel_user` and `sentinel_password`.
 
 Key a/b/c is the string PREFIX:{a/b}/c. The braces are a hash tag: on a cluster the keys of one folder lie in one slot, so an
-environment's entries are read in bulk from one node. A bulk read is one pipeline, without a transaction, of at most 10,000 keys; on a
-cluster one command of at most 1,000. A value is one SET, an epoch with its entries included, so a reader sees
+environment's entries are read in bulk from one node. A bulk read is one pipeline, without a transaction, of at most 10,000 keys (again
+a command at a time where the server ends that connection); on a cluster one command of at most 1,000. A value is one SET, an epoch with its entries included, so a reader sees
 all of it or none. No trip to the server waits longer than three timeouts in all, whatever it waits for: attempts, host names, seeds and
 sentinels (asked side by side), an answer that comes by drops. Then the server is left alone for a while. A listing of a large database
 may take `_SCAN_LIMIT_S`, and says at each of its trips that it goes on. Pauses differ from process to process, so that a thousand ranks
@@ -236,7 +236,7 @@ class RedisStore(DegradingStore):
     def _read(self, keys: list[str]) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
         for trip in self._trips(keys):
-            answers = self._call(functools.partial(_mget, [[self._name(key) for key in chunk] for chunk in trip]))
+            answers = self._call(_Bulk([[self._name(key) for key in chunk] for chunk in trip]))
             for chunk, values in zip(trip, answers, strict=True):
                 found.update((key, value) for key, value in zip(chunk, values, strict=True) if value is not None)
         return found
@@ -349,6 +349,20 @@ def _scan_on(node: Any, cursor: int, pattern: str, client: Any) -> tuple[int, li
     if not isinstance(at, int) or not all(isinstance(name, bytes) for name in names):
         raise TypeError("the answer to SCAN is none")
     return at, names
+
+
+class _Bulk:
+    """A bulk read's trip: all commands at once, and if that fails, when it is tried again, one after the other: a server that bounds what
+    it keeps for a client (client-output-buffer-limit, maxmemory-clients) ends the connection of who asks for too much at once."""
+
+    def __init__(self, chunks: list[list[str]]) -> None:
+        self._chunks, self._at_once = chunks, True
+
+    def __call__(self, client: Any) -> list[list[bytes | None]]:
+        at_once, self._at_once = self._at_once, False
+        if at_once:
+            return _mget(self._chunks, client)
+        return [values for chunk in self._chunks for values in _mget([chunk], client)]
 
 
 def _mget(chunks: list[list[str]], client: Any) -> list[list[bytes | None]]:

@@ -37,6 +37,23 @@ def test_prefix_and_database_keep_stores_apart(server):
     assert one.list("x") == ["x/y"]
 
 
+# Each ends the connection of a client whose replies lie there unread: ten commands' at once, 12 MB, are too much for either.
+@pytest.mark.parametrize("limit", [("client-output-buffer-limit", "normal 4mb 0 0"), ("maxmemory-clients", "8mb")])
+def test_a_server_that_bounds_what_it_keeps_for_a_client_is_read_a_command_at_a_time(limit):
+    keys = [f"entries/e1/k{number:05d}" for number in range(10_000)]
+    with RedisServer() as server, server.client() as client:
+        with client.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                folder, _, name = key.rpartition("/")
+                pipeline.set(f"moe_dist:{{{folder}}}/{name}", b"x" * 1260)
+            pipeline.execute()
+        client.config_set(*limit)
+        store = open_store(url_of(server, "timeout=20"))
+        assert len(store.get_many(keys)) == 10_000
+        assert store.degraded is None
+        store.close()
+
+
 def test_a_ttl_is_set_and_renewed_by_the_next_put(server):
     store = open_store(url_of(server, "ttl=1000&timeout=20"))
     assert store.put("x/y", b"1")
