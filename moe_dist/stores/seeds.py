@@ -10,6 +10,7 @@ import encodings.idna  # noqa: F401  # which a socket loads for its first host o
 import functools
 import os
 import queue
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,11 +22,19 @@ import redis.sentinel
 _T = TypeVar("_T")
 _Calls = queue.SimpleQueue[tuple[Callable[[], Any], Callable[[tuple[Any, BaseException | None]], None]] | None]
 _IDLE_S = 1.0  # without a call, after which a thread ends
+_NOT_UNDERSTOOD = (TypeError, ValueError, LookupError, AttributeError)  # what redis-py and the store raise over an answer of a wrong kind
+_REFUSED = (redis.AuthenticationError, redis.exceptions.NoPermissionError)
 _TOLD = 3  # servers whose reasons a message has room for
 
 
 class GivenUp(Exception):
     """The time is over; what was called may go on, and nobody hears of it. It connects to nobody any more."""
+
+
+def reason_of(error: BaseException) -> str:
+    """What to say of what a trip raised."""
+    named = f"{type(error).__name__}: {error}"
+    return f"no answer of a Redis server ({named})" if isinstance(error, _NOT_UNDERSTOOD) else named
 
 
 class _Trip(threading.local):
@@ -38,7 +47,7 @@ _trip = _Trip()
 
 
 def check_wanted(connection: Any = None) -> None:
-    """redis.RedisError: this thread works for a trip that was given up. What it would still send may be older than what a later trip sent."""
+    """redis.RedisError: this thread works for a trip that was given up: what it would send may be older than what a later one sent."""
     if _trip.given_up is not None and _trip.given_up.is_set():
         raise redis.RedisError("connected too late: the trip was given up")
 
@@ -125,7 +134,7 @@ def _work(calls: _Calls, idle: list[_Calls]) -> None:
 
 def first_of(asked: Mapping[str, Callable[[], _T]], nobody: str) -> _T:
     """What the first of these calls that succeeds returns. redis.ConnectionError: none does; it says `nobody` and why, by their names.
-    redis.AuthenticationError: one of them was refused, and none succeeds."""
+    redis.AuthenticationError, NoPermissionError: one of them was refused, and none succeeds."""
     done: queue.SimpleQueue[tuple[str, _T | None, BaseException | None]] = queue.SimpleQueue()
     for name, action in asked.items():
         put = functools.partial(_put_named, done, name)
@@ -140,9 +149,10 @@ def first_of(asked: Mapping[str, Callable[[], _T]], nobody: str) -> _T:
                 raise error
             errors[name] = error
         for error in errors.values():
-            if isinstance(error, redis.AuthenticationError):
+            if isinstance(error, _REFUSED):
                 raise error
-        told = [said if name in (said := str(errors[name])) else f"{name}: {said}" for name in list(asked)[:_TOLD]]
+        reasons = {name: reason_of(errors[name]).removeprefix("ConnectionError: ") for name in list(asked)[:_TOLD]}
+        told = [reason if name in reason else f"{name}: {reason}" for name, reason in reasons.items()]
         more = f"; and {len(asked) - _TOLD} more" if len(asked) > _TOLD else ""
         raise redis.ConnectionError(f"{nobody}: {'; '.join(told)}{more}")
     finally:
@@ -180,11 +190,32 @@ class Sentinels(redis.sentinel.Sentinel):  # type: ignore[misc]
         return first_of(asked, f"no sentinel names a master for {service_name!r}")
 
 
+def plain_host(host: str, port: int, timeout_s: float) -> str:
+    """host:port. OSError: nobody there says a word of Redis's protocol without TLS."""
+    with socket.create_connection((host, port), timeout=timeout_s) as connection:
+        connection.sendall(b"PING\r\n")
+        if connection.recv(1) not in (b"+", b"-"):
+            raise OSError("no answer in plain text")
+    return f"{host}:{port}"
+
+
 def connect_cluster(seeds: Sequence[tuple[str, int]], options: dict[str, Any]) -> Any:
     """A client of the cluster that the first of `seeds` to answer belongs to."""
 
     def ask(host: str, port: int) -> Any:
         seed = redis.cluster.ClusterNode(host, port)
-        return redis.cluster.RedisCluster(startup_nodes=[seed], redis_connect_func=check_wanted, **options)  # it calls `on_connect` itself
+        try:
+            return redis.cluster.RedisCluster(
+                startup_nodes=[seed], redis_connect_func=check_wanted, **options
+            )  # it calls `on_connect` itself
+        except redis.exceptions.RedisClusterException as error:
+            raise _refusal_behind(error) or error from None
 
     return first_of({f"{host}:{port}": functools.partial(ask, host, port) for host, port in seeds}, "no seed of the cluster answers")
+
+
+def _refusal_behind(error: BaseException | None) -> BaseException | None:
+    """What redis-py takes for a node that is no cluster's, whatever it refuses CLUSTER for."""
+    while error is not None and not isinstance(error, redis.exceptions.NoPermissionError):
+        error = error.__cause__ or error.__context__
+    return error

@@ -6,13 +6,16 @@ Times are compared with what an unbounded call would take, many times as long, s
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import socket
 import threading
 import time
+from datetime import timedelta
 
 import pytest
+import redis
 from redis_server import RedisServer
 from redis_urls import AT_ONCE
 
@@ -134,6 +137,61 @@ def test_a_trip_that_was_given_up_never_sends_what_it_carries(kind, tmp_path, mo
             assert patient.get("x/y") == b"newest"
             held.clear()
             go_on.clear()
+
+
+@pytest.mark.parametrize(
+    ("answer", "plain"),
+    [
+        (b"+PONG\r\n", True),
+        (b"-NOAUTH Authentication required.\r\n", True),
+        (b"\x15\x03\x01\x00\x02\x02\x16", False),  # an alert of TLS
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", False),
+        (b"", False),  # hangs up
+        (None, False),  # waits
+    ],
+    ids=["pong", "no login", "tls", "http", "hangs up", "silence"],
+)
+def test_a_host_is_one_in_plain_text_by_its_first_word_and_in_its_own_time(answer, plain):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+
+        def serve():
+            peer, _ = listener.accept()
+            with peer:
+                peer.recv(6)
+                if answer is None:
+                    over.wait(60)
+                else:
+                    peer.sendall(answer)
+
+        over = threading.Event()
+        threading.Thread(target=serve, daemon=True).start()
+        ask = functools.partial(seeds.plain_host, host, port, 0.2 if answer is None else 60.0)
+        try:
+            if plain:
+                assert Workers().within(60.0, ask) == f"{host}:{port}"
+            else:
+                with pytest.raises(OSError, match="no answer in plain text" if answer is not None else "timed out"):
+                    Workers().within(30.0, ask)
+        finally:
+            over.set()
+
+
+def test_a_host_is_asked_without_tls_within_the_time_of_the_trip(monkeypatch):
+    """Where its name is not resolved, its own timeout bounds nothing."""
+    over = threading.Event()
+    monkeypatch.setattr(seeds, "plain_host", lambda *_: over.wait(60))
+
+    def connect():
+        raise redis.TimeoutError("Timeout connecting to server")
+
+    store = RedisStore(connect, url="rediss://fake", timeout=timedelta(seconds=0.1), tls=[("fake", 1)])
+    try:
+        with quicker_than(30):
+            assert store.get("x/y") is None
+    finally:
+        over.set()
+    assert store.degraded == "TimeoutError: Timeout connecting to server"
 
 
 def test_what_has_no_time_is_not_begun():

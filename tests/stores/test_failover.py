@@ -8,10 +8,10 @@ import time
 import pytest
 import redis.crc
 from redis_server import RedisServer, TlsEnd
-from redis_urls import AT_ONCE
+from redis_urls import AT_ONCE, ENCODED, SECRET
 
 from moe_dist.stores.open import open_store
-from moe_dist.stores.redis import RedisStore
+from moe_dist.stores.redis import RedisAddress, RedisStore
 
 REPLICATES = ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
 
@@ -96,7 +96,11 @@ def slot_of(folder):
 def test_a_slot_of_a_cluster_moves_and_a_node_goes_down():
     with cluster_of() as (servers, (first, second, replica), _):
         seeds = ",".join(f"127.0.0.1:{server.port}" for server in servers)
-        store = RedisStore.from_url(f"redis+cluster://{seeds}?timeout=10", retry_after=AT_ONCE)
+        url = f"redis+cluster://moe:{ENCODED}@{seeds}?timeout=10"
+        for node in (first, second, replica):
+            allowed = [f"+{command}" for command in RedisAddress.parse(url).needs]
+            node.execute_command("ACL SETUSER", "moe", "on", ">" + SECRET, "~moe_dist:*", *allowed)
+        store = RedisStore.from_url(url, retry_after=AT_ONCE)
         low = next(folder for folder in "abcdef" if slot_of(folder) < 8192)
         high = next(folder for folder in "abcdef" if slot_of(folder) >= 8192)
         assert store.put(f"{low}/k", b"1")
@@ -126,7 +130,7 @@ def test_a_slot_of_a_cluster_moves_and_a_node_goes_down():
         expected = {f"{low}/k": b"1", f"{high}/k": b"5", f"{low}/later": b"4"}
         assert store.get_many(expected) == expected
         assert store.degraded is None
-        assert open_store(f"redis+cluster://{seeds}?timeout=10").get_many(expected) == expected  # with what was kept meanwhile
+        assert open_store(url).get_many(expected) == expected  # with what was kept meanwhile
         store.close()
 
 

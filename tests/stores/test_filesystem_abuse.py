@@ -24,6 +24,7 @@ import pytest
 from tmpfs import tmpfs, two_mounts
 
 from moe_dist.stores import filesystem
+from moe_dist.stores.base import MAX_VALUE_BYTES
 from moe_dist.stores.codec import Malformed, decode_entry, encode_entry
 from moe_dist.stores.filesystem import SUFFIX, TEMPORARY, FilesystemStore
 from moe_dist.tuning.problem import Entry, Tactic, Timed, digest, pack
@@ -513,6 +514,24 @@ def test_a_foreign_file_in_an_entrys_place_is_a_miss_with_its_reason(data, reaso
     assert not (tmp_path / "executed").exists()
     assert store.put(KEY, GOOD)  # and the next save replaces it
     assert decode_entry(store.get(KEY), digest(KEY)) == entry_of(KEY)
+
+
+def test_a_file_longer_than_any_value_is_not_read(tmp_path, caplog):
+    """A sparse one takes no room to leave, and all memory to read."""
+    store = FilesystemStore(tmp_path)
+    for size, found in ((MAX_VALUE_BYTES, MAX_VALUE_BYTES), (MAX_VALUE_BYTES + 1, None), (1 << 62, None)):
+        assert store.put("x/y", b"1")
+        try:
+            os.truncate(tmp_path / f"x/y{SUFFIX}", size)
+        except OSError:
+            assert size == 1 << 62  # this file system has no file of that size
+            continue
+        value = store.get("x/y")
+        assert (value and len(value)) == found
+        assert store.list("x") == ["x/y"]
+    assert store.put("x/y", b"2")
+    assert store.get("x/y") == b"2"
+    assert store.degraded is None
 
 
 def test_a_file_damaged_at_any_byte_is_never_a_hit(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,7 @@ from redis_urls import AT_ONCE, url_of
 
 from moe_dist.bench.simulated import SimulatedOperation
 from moe_dist.stores import filesystem
+from moe_dist.stores.degrade import DegradingStore, Unavailable
 from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.stores.layered import LayeredStore
 from moe_dist.stores.redis import RedisStore
@@ -189,6 +191,57 @@ def test_a_server_that_refuses_is_not_asked_again_at_every_call(mortal):
         refuse_writes(mortal, False)
         assert store.put("x/other", b"1")  # it takes writes again, as this one shows
         assert client.dbsize() == 6
+
+
+class Counting(DegradingStore):
+    """A medium that refuses all writes until it is told otherwise, each of which takes 0.4 s. written: the keys that it was asked to take."""
+
+    def __init__(self, now_s):
+        super().__init__("counting:", retry_after=timedelta(seconds=100))
+        self.now_s, self.refuses, self.written, self.values = now_s, True, [], {}
+
+    def _read(self, keys):
+        return {key: self.values[key] for key in keys if key in self.values}
+
+    def _write(self, key, value):
+        self.now_s[0] += 0.4
+        self.written.append(key)
+        if self.refuses:
+            raise Unavailable("full")
+        self.values[key] = value
+
+    def _remove(self, key): ...
+
+    def _scan(self, prefix):
+        return [*self.values]
+
+    def close(self): ...
+
+
+def test_what_was_kept_is_written_with_pauses_and_a_part_with_each_call(monkeypatch):
+    """A medium that refuses is asked with one value, and then left alone; one that takes them holds no call up for more than a second."""
+    now_s = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    store = Counting(now_s)
+    keys = [f"x/k{number}" for number in range(7)]
+    for key in keys:
+        assert not store.put(key, b"1")
+
+    def asked_by_calls(count):
+        store.written.clear()
+        for _ in range(count):
+            assert store.get_many(keys) == dict.fromkeys(keys, b"1")
+        return store.written
+
+    assert asked_by_calls(5) == []
+    now_s[0] += 130  # the longest pause is 125
+    assert asked_by_calls(5) == keys[:1]
+    now_s[0] += 130
+    store.refuses = False
+    assert asked_by_calls(1) == keys[:3]  # the third begins after 0.8 s
+    assert asked_by_calls(1) == keys[3:6]
+    assert asked_by_calls(5) == keys[6:]
+    assert store.list("") == keys
 
 
 # --- a disk

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
+import redis
 from redis_server import RedisServer, TlsEnd, free_port
-from redis_urls import ENCODED, SECRET, url_of, warnings_of
+from redis_urls import AT_ONCE, ENCODED, SECRET, url_of, warnings_of
 
 import moe_dist as md
 from moe_dist.bench.simulated import SimulatedOperation
@@ -195,9 +197,45 @@ def test_tls_is_verified(server, no_secret):
         stranger = open_store(f"rediss://localhost:{tls.port}?timeout=20")
         assert stranger.get("x/y") is None
         assert "certificate" in stranger.degraded.lower()
-        plain = open_store(f"redis://localhost:{tls.port}?timeout=0.2")
-        assert plain.get("x/y") is None
-        assert plain.degraded is not None
+        for kind, path in (("", ""), ("+sentinel", "/main"), ("+cluster", "")):
+            plain = open_store(f"redis{kind}://localhost:{tls.port}{path}?timeout=20")
+            assert plain.get("x/y") is None
+            assert plain.degraded.endswith("; if it speaks TLS, write rediss://"), plain.degraded
+        assert stranger.degraded.endswith("; name a file of the authority that signed its certificate by ca=FILE")
+        assert other_name.degraded.endswith("; name the host as its certificate does")
+        nowhere = open_store(f"rediss://localhost:{tls.port}?ca=/nosuch&timeout=20")
+        assert not nowhere.put("x/y", b"1")
+        assert nowhere.degraded.endswith("; ca, cert and key must name files of this host")
+
+
+def test_a_server_without_tls_is_told_from_a_slow_one(server, monkeypatch):
+    """It waits for the rest of a line, and who speaks TLS for its handshake: for all attempts, and it would not be known why."""
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    store = open_store(f"rediss://127.0.0.1:{server.port}?timeout=2")
+    assert not store.put("x/y", b"1")
+    said = "answers in plain text, not over TLS; write redis:// for a server without TLS, or give its TLS port"
+    assert store.degraded == f"ConnectionError: 127.0.0.1:{server.port} {said}"
+    assert pauses == [], "it is not tried again"
+
+
+def test_a_server_that_refuses_is_told_with_the_way_out(server, no_secret):
+    with RedisServer(password=SECRET) as closed:
+        with closed.client() as client:
+            client.acl_setuser("moe", enabled=True, passwords=["+" + SECRET], keys=["other:*"], categories=["+@all"])
+        acl = "let its ACL allow ~mine:* +mget +set +del +scan"
+        for url, way_out in {
+            url_of(closed): "it asks for a login: redis://USER:PASSWORD@HOST, without USER for the default one",
+            url_of(closed, login=":wrong@"): "correct user and password in the URL (%-encoded)",
+            url_of(closed, "prefix=mine", login=f"moe:{ENCODED}@"): acl,
+            url_of(server, login=f":{ENCODED}@"): "it asks for no login: leave it out of the URL",
+            url_of(server, db=99): "name a database that it has: /0",
+            f"redis+cluster://127.0.0.1:{server.port}?timeout=20": "write redis:// for a server alone",
+            f"redis+sentinel://127.0.0.1:{server.port}/main?timeout=20": "it is no sentinel: write redis:// for a server",
+        }.items():
+            store = open_store(url)
+            assert not store.put("x/y", b"1")
+            assert store.degraded.endswith(f"; {way_out}"), store.degraded
 
 
 def test_a_password_over_tls_with_a_certificate_of_our_own(no_secret):
@@ -330,6 +368,76 @@ def test_a_cluster_with_a_password(no_secret):
         assert store.get("x/y") == b"1"
         assert SECRET not in repr([store, refused]) + refused.degraded
         store.close()
+
+
+def allow(nodes, user, *rules):
+    for node in nodes:
+        with node.client() as client:
+            client.execute_command("ACL SETUSER", user, "reset", "on", ">" + SECRET, *rules)
+
+
+def refusals(url):
+    """What a new store says of each call's refusal."""
+    said = {}
+    calls = {"mget": ("get", "x/y"), "set": ("put", "x/y", b"1"), "scan": ("list", "x"), "del": ("delete", "x/y")}
+    with contextlib.closing(RedisStore.from_url(url, retry_after=AT_ONCE)) as store:
+        for command, (call, *given) in calls.items():
+            getattr(store, call)(*given)
+            said[command] = store.degraded
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "db", "more"),
+    [
+        ("", "/0", []),
+        ("", "/3", ["select"]),  # which database 0 needs not
+        ("+cluster", "", ["cluster|slots", "command"]),  # and asking, while a slot moves: test_failover
+    ],
+    ids=["plain", "database 3", "cluster"],
+)
+def test_the_rights_that_are_told_are_enough_and_each_of_them_is_needed(kind, db, more, server, cluster, no_secret):
+    """Of a user that has none yet, as the message has them."""
+    nodes = cluster[0] if kind else [server]
+    url = f"redis{kind}://moe:{ENCODED}@127.0.0.1:{nodes[0].port}{db}?prefix=mine&timeout=20"
+    allow(nodes, "moe")
+    (told,) = {said.rpartition("; let its ACL allow ")[2] for said in refusals(url).values()}
+    rules = told.split()
+    allow(nodes, "moe", *rules)
+    assert set(refusals(url).values()) == {None}
+    assert set(rules) - {"+asking"} == {"~mine:*", "+mget", "+set", "+del", "+scan", *(f"+{name}" for name in more)}
+    for name in ["mget", "set", "scan", "del", *more]:
+        allow(nodes, "moe", *(rule for rule in rules if rule != f"+{name}"))
+        said = refusals(url).get(name) or refusals(url)["set"]
+        assert f"'{name}' command; let its ACL allow {told}" in said, said
+
+
+def test_what_an_acl_refuses_unforeseen_is_told_with_the_rest():
+    """As a release of redis-py may send something else."""
+
+    def connect():
+        raise redis.exceptions.NoPermissionError(
+            "this user has no permissions to run the 'info' command or its subcommand"
+        )  # Redis 6's words
+
+    store = RedisStore(connect, url="redis://fake")
+    assert not store.put("x/y", b"1")
+    assert store.degraded.endswith("; let its ACL allow ~moe_dist:* +mget +set +del +scan +info")
+
+
+def test_a_sentinel_that_refuses_is_told_from_its_master(tmp_path, server, no_secret):
+    config = tmp_path / "sentinel.conf"
+    config.write_text(f"sentinel monitor main 127.0.0.1 {server.port} 1\n")
+    with RedisServer(str(config), "--sentinel", mode="sentinel") as watcher:
+        where = f"127.0.0.1:{watcher.port}/main?timeout=20&prefix=mine"
+        url = f"redis+sentinel://moe:{ENCODED}@{where}&sentinel_user=watch&sentinel_password={ENCODED}"
+        allow([watcher], "watch")
+        allow([server], "moe", "~mine:*", "+mget", "+set", "+del")
+        (told,) = {said.rpartition("; let the ACL of the sentinels allow ")[2] for said in refusals(url).values()}
+        allow([watcher], "watch", told)
+        said = refusals(url)
+        assert said.pop("scan").endswith("; let its ACL allow ~mine:* +mget +set +del +scan")
+        assert set(said.values()) == {None}
 
 
 def test_a_cluster_that_is_gone(caplog):

@@ -16,6 +16,8 @@ from redis_urls import AT_ONCE, ENCODED, SECRET, url_of, warnings_of
 
 import moe_dist as md
 from moe_dist.bench.simulated import SimulatedOperation
+from moe_dist.stores import redis as redis_store
+from moe_dist.stores import seeds
 from moe_dist.stores.open import open_store
 from moe_dist.stores.redis import RedisStore
 from moe_dist.tuning.tuner import Tuner
@@ -74,6 +76,40 @@ def test_a_failed_call_is_tried_three_times_with_growing_pauses_that_differ(monk
     assert all(0.0375 <= pause <= 0.0625 for pause in first)
     assert all(0.075 <= pause <= 0.125 for pause in second)
     assert len(set(first)) > 1 < len(set(second))
+
+
+def test_a_server_is_suspected_of_speaking_the_other_way_once_a_trip_and_until_it_has_answered(monkeypatch):
+    """One that has answered speaks as the URL says, and what befell it since is something else."""
+    asked, answers = [], []
+
+    def nobody(*where):
+        asked.append(where)
+        raise OSError("no answer in plain text")
+
+    class Client:
+        def mget(self, names):
+            if isinstance(answers[0], Exception):
+                raise answers[0]
+            return answers.pop(0)
+
+    monkeypatch.setattr(seeds, "plain_host", nobody)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    over_tls = RedisStore(Client, url="rediss://fake", tls=[("fake", 1)], retry_after=AT_ONCE)
+    plainly = RedisStore(Client, url="redis://fake", retry_after=AT_ONCE)
+    said = []
+    for _ in range(2):
+        answers[:] = [redis.TimeoutError("Timeout connecting to server")]
+        assert over_tls.get("x/y") is None
+        assert len(asked) == 1
+        answers[:] = [redis.ConnectionError("Connection closed by server.")]
+        assert plainly.get("x/y") is None
+        said.append(plainly.degraded)
+        answers[:] = [[b"1"], [b"1"]]
+        assert over_tls.get("x/y") == plainly.get("x/y") == b"1"
+    assert said == [
+        "ConnectionError: Connection closed by server; if it speaks TLS, write rediss://",
+        "ConnectionError: Connection closed by server",
+    ]
 
 
 def test_stores_that_lost_a_server_in_one_moment_ask_it_again_at_different_times(monkeypatch):
@@ -187,7 +223,8 @@ def test_a_full_server_refuses_writes_and_still_reads(caplog):
         with server.client() as client:
             client.config_set("maxmemory", 1)
             assert not store.put("x/z", b"2")
-            assert "OutOfMemory" in store.degraded
+            assert store.degraded.startswith("OutOfMemory")
+            assert store.degraded.endswith("; raise its maxmemory, or let it evict (maxmemory-policy)")
             assert store.get_many(["x/y", "x/z"]) == {"x/y": b"1", "x/z": b"2"}
             client.config_set("maxmemory", 0)
         assert store.put("x/z", b"3")
@@ -204,7 +241,8 @@ def test_a_read_only_replica_refuses_writes_and_still_reads(caplog):
         assert store.get("x/y") == b"1"
         caplog.clear()
         assert not store.put("x/z", b"2")
-        assert "ReadOnly" in store.degraded
+        assert store.degraded.startswith("ReadOnly")
+        assert store.degraded.endswith("; name the master, or its sentinels by redis+sentinel://")
         store.delete("x/y")
         assert store.list("x") == ["x/z"]
         assert open_store(url_of(master)).list("x") == ["x/y"]
@@ -212,23 +250,27 @@ def test_a_read_only_replica_refuses_writes_and_still_reads(caplog):
 
 
 @contextlib.contextmanager
-def fake_server(reply):
-    """Answers `reply` to whatever comes, or nothing at all."""
+def fake_server(answer):
+    """A peer that sends `answer(words)` back for each command; words: the command's name in capitals and what follows it."""
     listener = socket.create_server(("127.0.0.1", 0))
 
-    def serve():
+    def serve(peer):
+        with peer, peer.makefile("rb") as sent, contextlib.suppress(OSError):
+            while head := sent.readline():
+                name, *more = [sent.read(int(sent.readline()[1:]) + 2)[:-2] for _ in range(int(head[1:]))]
+                peer.sendall(answer([name.upper(), *more]))
+
+    def accept():
         with contextlib.suppress(OSError):
             while True:
-                peer, _ = listener.accept()
-                with peer, contextlib.suppress(OSError):
-                    while peer.recv(1 << 16):
-                        if reply:
-                            peer.sendall(reply)
+                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
 
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    yield listener.getsockname()[1]
-    listener.close()
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
 
 
 @pytest.mark.parametrize(
@@ -242,7 +284,7 @@ def fake_server(reply):
     ids=["quotes the password", "http", "nonsense", "silence"],
 )
 def test_a_strange_server(reply, caplog, no_secret):
-    with fake_server(reply) as port:
+    with fake_server(lambda words: reply) as port:
         store = open_store(f"redis://:{ENCODED}@127.0.0.1:{port}?timeout=0.1")
         assert store.get("x/y") is None
         assert not store.put("x/y", b"1")
@@ -251,26 +293,98 @@ def test_a_strange_server(reply, caplog, no_secret):
         assert len(warnings_of(caplog)) == 1
 
 
+KEYS = [(b"mget", -1), (b"set", 1), (b"del", -1)]  # of each command, which of its words is the last key
+
+
+def honest(words, port):
+    """What an empty server says that knows no later command than these, all of a cluster at `port`, or a sentinel of a master there."""
+    return {
+        b"AUTH": b"+OK\r\n",
+        b"SELECT": b"+OK\r\n",
+        b"CLUSTER": b"*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$9\r\n127.0.0.1\r\n:%d\r\n$1\r\n1\r\n" % port,
+        b"SENTINEL": b"*1\r\n*10\r\n+name\r\n+main\r\n+ip\r\n+127.0.0.1\r\n+port\r\n+%d\r\n"
+        b"+flags\r\n+master\r\n+num-other-sentinels\r\n+0\r\n" % port,
+        b"MGET": b"*%d\r\n" % len(words[1:]) + b"$-1\r\n" * len(words[1:]),
+        b"SET": b"+OK\r\n",
+        b"SCAN": b"*2\r\n+0\r\n*0\r\n",
+        b"DEL": b":0\r\n",
+        b"COMMAND": b"*3\r\n" + b"".join(b"*6\r\n+%s\r\n:-2\r\n*0\r\n:1\r\n:%d\r\n:1\r\n" % keys for keys in KEYS),
+    }.get(words[0], b"-ERR unknown command '%s'\r\n" % words[0])
+
+
+NUMBER, NOTHING, BYTES = b":1\r\n", b"$-1\r\n", b"$2\r\nab\r\n"
+NOT_TWO_VALUES = [NUMBER, NOTHING, BYTES, b"*1\r\n+a\r\n", b"*3\r\n+a\r\n+b\r\n+c\r\n", b"*2\r\n:1\r\n:2\r\n", b"*2\r\n*0\r\n*0\r\n"]
+NO_LISTING = [
+    NUMBER,
+    NOTHING,
+    BYTES,
+    b"*1\r\n+0\r\n",
+    b"*2\r\n+x\r\n*0\r\n",
+    b"*2\r\n+0\r\n" + BYTES,
+    b"*2\r\n+0\r\n*1\r\n:1\r\n",
+]
+
+
+def check_no_answer(url, command, reply, call):
+    """What `call` returns of a store at a server that answers `reply` to this command, and to all others what it should."""
+    asked = []
+
+    def answer(words):
+        asked.append(words[0])
+        return reply if words[0] == command else honest(words, port)
+
+    with fake_server(answer) as port:
+        store = RedisStore.from_url(url.format(port=port))
+        returned = call(store)
+        assert "no answer of a Redis server (" in store.degraded, (reply, store.degraded)
+        assert command in asked
+        store.close()
+    return returned
+
+
+# Of each command that a store sends, alone and to a cluster, answers of which none is what the command answers, if only nearly.
+@pytest.mark.parametrize("kind", ["", "+cluster"], ids=["plain", "cluster"])
 @pytest.mark.parametrize(
-    ("kind", "reply"),
+    ("command", "call", "nothing", "replies"),
     [
-        ("", b":1\r\n"),  # a number, where bytes, a word or a list is due
-        ("", b"$-1\r\n"),  # nothing
-        ("", b"*1\r\n$1\r\nx\r\n"),  # a list, too short for a listing
-        ("+sentinel", b"*1\r\n*2\r\n$4\r\nname\r\n$1\r\nm\r\n"),  # a master without an address
-        ("+sentinel", b":1\r\n"),
-        ("+cluster", b"*1\r\n*0\r\n"),  # slots of nobody
+        (b"MGET", lambda store: store.get_many(["x/y", "x/z"]), {}, NOT_TWO_VALUES),
+        (b"MGET", lambda store: store.get_many([f"x/k{number}" for number in range(1002)]), {}, NOT_TWO_VALUES),  # two commands
+        (b"SET", lambda store: store.put("x/y", b"1"), False, [NUMBER, NOTHING, BYTES, b"+QUEUED\r\n", b"*1\r\n+OK\r\n"]),
+        (b"SCAN", lambda store: store.list("x"), [], NO_LISTING),
+        (b"DEL", lambda store: store.delete("x/y"), None, [NOTHING, BYTES, b"+QUEUED\r\n", b"*1\r\n:1\r\n"]),
     ],
-    ids=["number", "nothing", "short list", "sentinel", "sentinel number", "cluster"],
+    ids=["MGET", "MGETs", "SET", "SCAN", "DEL"],
 )
-def test_an_answer_of_a_wrong_kind_reaches_no_caller(kind, reply):
-    with fake_server(reply) as port:
-        url = f"redis{kind}://127.0.0.1:{port}" + ("/main" if kind == "+sentinel" else "")
-        store = RedisStore.from_url(f"{url}?timeout=0.05", retry_after=AT_ONCE)
+def test_an_answer_of_a_wrong_kind_reaches_no_caller(kind, command, call, nothing, replies, monkeypatch):
+    monkeypatch.setattr(redis_store, "_ATTEMPTS", 1)
+    for reply in replies:
+        assert check_no_answer(f"redis{kind}://127.0.0.1:{{port}}?timeout=20", command, reply, call) == nothing, reply
+
+
+@pytest.mark.parametrize(
+    ("url", "command", "reply"),
+    [
+        ("redis+sentinel://127.0.0.1:{port}/main", b"SENTINEL", NUMBER),
+        ("redis+sentinel://127.0.0.1:{port}/main", b"SENTINEL", b"*1\r\n*2\r\n$4\r\nname\r\n$4\r\nmain\r\n"),  # without an address
+        ("redis+cluster://127.0.0.1:{port}", b"CLUSTER", NUMBER),
+        ("redis+cluster://127.0.0.1:{port}", b"CLUSTER", b"*1\r\n*0\r\n"),  # slots of nobody
+    ],
+)
+def test_a_greeting_of_a_wrong_kind_reaches_no_caller(url, command, reply):
+    assert check_no_answer(f"{url}?timeout=20", command, reply, lambda store: store.put("x/y", b"1")) is False
+
+
+@pytest.mark.parametrize("url", ["redis://{at}", "redis://u:any@{at}/3", "redis+sentinel://{at}/main/3", "redis+cluster://u:any@{at}"])
+def test_a_server_or_proxy_that_knows_no_hello_is_used_as_any_other(url):
+    """Else the tests above would end at another answer than the one that they are about, too."""
+    with fake_server(lambda words: honest(words, port)) as port:
+        store = RedisStore.from_url(url.format(at=f"127.0.0.1:{port}") + "?timeout=20")
+        assert store.put("x/y", b"1"), store.degraded
+        assert store.get_many(["x/y", "x/z"]) == {}
         assert store.list("x") == []
-        assert store.degraded
-        assert not store.put("x/y", b"1")
-        assert store.get_many(["x/y", "x/z"]) == {"x/y": b"1"}
+        store.delete("x/y")
+        assert store.degraded is None
+        store.close()
 
 
 def test_a_process_that_can_start_no_thread_goes_on_in_memory(monkeypatch, caplog):

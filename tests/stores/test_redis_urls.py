@@ -41,28 +41,49 @@ def test_an_address_is_what_the_url_says(url, public, fields):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        (f"redis://u:{ENCODED}@host:port/0", "store URL redis://host:port/0: port, db, ttl or timeout is no number"),
-        (f"redis://user:{ENCODED}", "store URL redis://user: port, db, ttl or timeout is no number"),
-        (f"redis://u:{ENCODED}@host:99999", "port, db, ttl"),
-        (f"redis://u:{ENCODED}@", "port, db, ttl"),
-        (f"redis://u:{ENCODED}@host/zero", "port, db, ttl"),
-        (f"redis://u:{ENCODED}@host?ttl=soon", "port, db, ttl"),
-        (f"redis://u:{ENCODED}@host?verify=maybe", "verify is neither yes nor no"),
+        ("redis://", "store URL redis://: the host is missing; write redis://[USER:PASSWORD@]HOST:PORT"),
+        ("redis://:6379", "store URL redis://: the host is missing; write redis://["),
+        (f"redis://u:{ENCODED}@", "the host is missing; write redis://HOST:PORT"),
+        ("redis+cluster://a:1,,b", "the host is missing; write redis+cluster://["),
+        ("redis+sentinel:///main", "the host is missing; write redis+sentinel://["),
+        ("redis://local host:6391", "store URL redis://local host: the name of the host has a blank; write redis://"),
+        (f"redis://u:{ENCODED}@a!b", "store URL redis://...: the name of the host has a character that none has (in a password it is written %-encoded)"),
+        ("redis://::1:6379", "the host is neither a name nor an IPv6 address in brackets, as [::1]; write redis://"),
+        ("redis://[::1", "the host is neither a name nor an IPv6 address in brackets"),
+        (f"redis://u:{ENCODED}@host:port/0", "store URL redis://host:port/0: the port 'port' is no number from 1 to 65535; write redis://HOST:PORT"),
+        (f"redis://u:{ENCODED}@host:99999", "the port '99999' is no number from 1 to 65535"),
+        (f"redis://u:{ENCODED}@host:0", "the port '0' is no number from 1 to 65535"),
+        (f"redis://user:{ENCODED}", "store URL redis://user: the port is no number from 1 to 65535; write redis://[USER:PASSWORD@]HOST:PORT"),
+        ("redis://user:secretive", "store URL redis://user: the port is no number from 1 to 65535; write redis://[USER:PASSWORD@]HOST:PORT"),
+        ("redis://host:1,/tmp/b", "store URL redis://host: it names one server, but has a comma; two stores, the local one first, are layered:LOCAL,SHARED"),
+        ("redis://host:1,redis://host:2", "store URL redis://host: it names one server, but has a comma"),
+        (f"redis://u:{ENCODED}@host/zero", "the database 'zero' is no number; write /0"),
+        ("redis://host/zero", "the database 'zero' is no number; write /0"),
+        ("redis://host/-1", "the database '-1' is no number"),
+        ("redis://user:12/hunter", "store URL redis://user: the database is no number; write /0"),
+        ("unix:///tmp/x?db=x", "the database 'x' is no number; write ?db=0"),
+        ("unix://", "the path of a socket begins with a '/': unix:///run/redis.sock"),
+        ("unix://run/redis.sock", "the path of a socket begins with a '/': unix:///run/redis.sock"),
+        (f"redis://u:{ENCODED}@host?ttl=soon", "ttl 'soon' is no number of seconds"),
+        (f"redis://u:{ENCODED}@host?ttl={ENCODED}", "host: ttl is no number of seconds"),
+        ("redis://host?timeout=1e400", "timeout '1e400' is no number of seconds"),
+        ("redis://host?timeout=2,/tmp/b", "timeout '2,/tmp/b' is no number of seconds; two stores, the local one first, are layered:LOCAL,SHARED"),
+        (f"redis://u:{ENCODED}@host?verify=maybe", "verify 'maybe' is neither yes nor no"),
         (f"redis://u:{ENCODED}@host?ttl=0.5", "ttl is below a second"),
         (f"redis://u:{ENCODED}@host?timeout=1e9", "timeout is outside 0.01 to 60 seconds"),
-        (f"redis://u:{ENCODED}@host?timeout=nan", "port, db, ttl"),
+        (f"redis://u:{ENCODED}@host?timeout=nan", "timeout 'nan' is no number of seconds"),
         (f"redis://u:{ENCODED}@host?prefix=a{{b", "prefix 'a{b'; use 1 to 64 letters"),
         (f"redis://u:{ENCODED}@host?pasword=x&ttl=9", "unknown parameter pasword; known are prefix, ttl"),
         (f"redis://u:?{SECRET}@host", "must be written %3F"),
         (f"redis+sentinel://u:{ENCODED}@host", "name the service"),
         (f"redis+cluster://u:{ENCODED}@host/1", "a cluster has no databases"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_url_is_refused_without_its_password(url, message):
     with pytest.raises(StoreError) as caught:
         open_store(url)
     assert message in str(caught.value)
-    for secret in (SECRET, ENCODED):
+    for secret in (SECRET, ENCODED, "secretive", "hunter"):
         assert secret not in str(caught.value)
         assert secret not in repr(caught.value)
 
@@ -77,6 +98,37 @@ def test_an_unknown_scheme_lists_the_schemes_without_the_password():
     with pytest.raises(StoreError, match=r"scheme 'reddis:' is unknown; use one of memory:, .*redis\+cluster://") as caught:
         open_store(f"reddis://u:{ENCODED}@host")
     assert ENCODED not in str(caught.value)
+    for url in ("s3://bucket/x", "layered:/tmp,s3://bucket/x"):
+        with pytest.raises(StoreError, match="scheme 's3:' is unknown; use one of memory:"):
+            open_store(url)
+    with pytest.raises(StoreError, match=r"scheme '\.\.\.' is unknown"):
+        open_store("secret:x")
+    with pytest.raises(StoreError, match=r"begins with redis: has two slashes after it: redis://host:6379"):
+        open_store("redis:host")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("/tmp/a,/tmp/b", " '/tmp/a,...'"),
+        ("./a,redis://host", " './a,...'"),
+        ("a,redis://host", ""),
+        ("memory:,redis://host", " 'memory:,...'"),
+        ("file:///tmp/a,/tmp/b", " 'file:///tmp/a,...'"),
+        ("layered:/a,/b,/c", " '/b,...'"),
+        ("/l,redis://:secret/0", " '/l,...'"),  # a login whose host was forgotten: no "@" tells of it
+        ("~/l,redis://u:secret:6379", " '~/l,...'"),
+        ("layered:redis://user:12,secret,/tmp", ""),  # the rest of a password whose host was forgotten
+        ("/tmp/a,redis://user:secret@host", " '/tmp/a,...'"),
+    ],
+)
+def test_a_list_of_stores_without_layered_makes_no_folder(url, shown, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError) as caught:
+        open_store(url)
+    way_out = "two stores, the local one first, are layered:LOCAL,SHARED; in the name of a folder write it %2C: file:///tmp/a%2Cb"
+    assert str(caught.value) == f"store{shown} has a comma; {way_out}"
+    assert open_store("file:///tmp/a%2C/b").url == "file:///tmp/a%2C/b"
 
 
 # Every way in which a secret can stand in a URL, right or wrong. "mark" is in each piece of it that a split may leave.
