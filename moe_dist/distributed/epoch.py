@@ -24,6 +24,7 @@ from moe_dist.tuning.problem import Epoch, digest
 EPOCHS = "epochs"
 SHARED_MEMORY = Path("/dev/shm")  # of a host's processes
 _PATIENCE_S = 1.0  # with a rank of this host that reads the store; then this one does so itself
+_MAX_BYTES = 64 << 20  # that a store takes as one value: what is longer is no copy of one
 _NAME = re.compile(r"(\d{8,})-([0-9a-f]{16})-([0-9a-f]{32})(?:-([0-9a-f]{8}(?:\.[0-9a-f]{8})*))?")
 _HEAD = 8  # characters of an environment's digest in a name: enough to not read in vain
 _MAX_NAMED = 15  # environments that fit into a key's segment
@@ -61,7 +62,8 @@ class HostCopy:
     and leaves it for the others in the host's memory. So one server feeds as many readers as there are hosts.
 
     Whoever leaves the `with` block removes the copy: by then a group has exchanged who has it. Ranks that don't share the host's memory
-    (containers), or wait too long for one another, read for themselves.
+    (containers), wait too long for one another, or find there what another user left, a link or anything but a file, read for themselves:
+    anybody on the host can tell the name beforehand, and what a stranger made in such a folder can't be removed.
     """
 
     def __init__(self, store: ByteStore, key: str, wanted: str) -> None:
@@ -75,10 +77,11 @@ class HostCopy:
         except OSError:
             return self._right(self._store.get(self._key))
         try:
-            if not _locked(handle):
+            if not _ours(handle) or not _locked(handle):
                 return self._right(self._store.get(self._key))
             with contextlib.suppress(OSError):
-                if (copied := self._right(os.pread(handle, os.fstat(handle).st_size, 0))) is not None:
+                nbytes = os.fstat(handle).st_size
+                if nbytes <= _MAX_BYTES and (copied := self._right(os.pread(handle, nbytes, 0))) is not None:
                     return copied
             value = self._right(self._store.get(self._key))
             if value is not None:
@@ -97,6 +100,12 @@ class HostCopy:
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
             os.unlink(self._path)
+
+
+def _ours(handle: int) -> bool:
+    """Whether it is this user's, and has no second name under which it would be written, too. One that lost its name meanwhile still is."""
+    status = os.fstat(handle)
+    return status.st_uid == os.geteuid() and status.st_nlink <= 1
 
 
 def _locked(handle: int) -> bool:
@@ -148,19 +157,27 @@ def folder(deployment: str) -> str:
     return f"{EPOCHS}/{digest(deployment)}"
 
 
-def publish(store: ByteStore, table: Epoch, value: bytes, environments: Iterable[str] = (), own: list[str] | None = None) -> bool:
+@dataclasses.dataclass
+class Publications:
+    """What this rank has published: keys, oldest first. lacking: its last epoch could not be, which was said."""
+
+    keys: list[str] = dataclasses.field(default_factory=list)
+    lacking: bool = False
+
+
+def publish(store: ByteStore, table: Epoch, value: bytes, environments: Iterable[str] = (), own: Publications | None = None) -> bool:
     """Make a committed epoch visible to joiners. False: it could not be published; until it is, nobody can join from here.
 
-    own: keys of what this rank has published before, oldest first; the new one is added. Of those only the last is kept beside it,
+    own: what this rank has published before, to which the new one is added. Of those only the last is kept beside it,
     for a joiner that is about to read it: the group has left them all, and a run of many passes would leave as many.
     """
     key = EpochName.of(table, environments).key(table.deployment)
     published = store.put(key, value)
     if published and own is not None:
-        while len(own) > 1:
-            if (superseded := own.pop(0)) != key:
+        while len(own.keys) > 1:
+            if (superseded := own.keys.pop(0)) != key:
                 store.delete(superseded)
-        own.append(key)
+        own.keys.append(key)
     return published
 
 

@@ -2,7 +2,8 @@
 
 Owns the layout of the arena, its reservation and the words through which ranks meet in it. Knows no tactic: an operation lays
 its scratch out in views, and the pass says how many bytes. The file in /dev/shm loses its name as soon as all ranks have
-mapped it, so that nothing stays behind, however its ranks end.
+mapped it, so that nothing stays behind, however its ranks end from then on. Before, whichever rank lives on takes it away: only ranks
+that are all killed within the reservation leave it, under a name that nobody uses again.
 
     line 0 | line 1 | ... | data of rank 0 | data of rank 1 | ...        a line and the data of a rank: written as said below
     a line: [sequence, what] of even steps, [sequence, what] of odd steps, generation of an error, its culprits as bits

@@ -19,8 +19,8 @@ from moe_dist.distributed.group import RankGroup
 from moe_dist.distributed.plan import PlannedCell
 from moe_dist.stores.base import Store
 from moe_dist.stores.codec import Malformed, decode_entry
-from moe_dist.tuning.identity import Environment
-from moe_dist.tuning.pass_terms import Decided, PassSettings
+from moe_dist.tuning.identity import Environment, Key
+from moe_dist.tuning.pass_terms import BUDGET_ENDED, Decided, PassSettings
 from moe_dist.tuning.problem import Cell, Failed, Tactic, digest
 from moe_dist.tuning.rounds import Rounds
 from moe_dist.tuning.search import Standing
@@ -29,7 +29,7 @@ log = logging.getLogger("moe_dist.tuning")
 
 
 class Apart:
-    """environments: of all ranks, this one's first. announce: takes the place and the cell that is about to be measured."""
+    """environment: this rank's. announce: takes the place and the cell that is about to be measured."""
 
     def __init__(
         self,
@@ -37,15 +37,15 @@ class Apart:
         group: RankGroup,
         store: Store,
         rounds: Rounds,
-        environments: Sequence[Environment],
+        environment: Environment,
         announce: Callable[[int, PlannedCell], None],
     ) -> None:
         self._settings, self._group, self._store, self._rounds = settings, group, store, rounds
-        self._environments, self._announce = environments, announce
+        self._environment, self._announce = environment, announce
 
     def tune(self, to_tune: Sequence[PlannedCell]) -> tuple[list[Decided], dict[Cell, bytes]]:
         """What each cell came to, and the entries of the table that all adopted."""
-        mine, won, failed_here = self._measure(to_tune)
+        mine, won, failed_here, tried = self._measure(to_tune)
         listed: dict[int, bytes] = {}
 
         def list_table(words: list[bytes]) -> bytes:
@@ -77,26 +77,35 @@ class Apart:
             for rank in wanted if self._group.is_leader else ():
                 listed.update(msgpack.unpackb(words[rank], strict_map_key=False))
         entries = {to_tune[index].cell: entry for index, entry in self._adopt(listed).items()}
-        decided = [_decided_from(planned, entries.get(planned.cell), failed.get(index, [])) for index, planned in enumerate(to_tune)]
+        decided = [
+            _decided_from(planned, entries.get(planned.cell), failed.get(index, []), tried.get(index))
+            for index, planned in enumerate(to_tune)
+        ]
         return decided, entries
 
-    def _measure(self, to_tune: Sequence[PlannedCell]) -> tuple[dict[int, bytes], dict[int, int], dict[int, list[list[Any]]]]:
-        """This rank's winners, as entries and as places of their tactics, and what failed here, as [place of the tactic, reason]; all by
-        place of the cell."""
+    def _measure(
+        self, to_tune: Sequence[PlannedCell]
+    ) -> tuple[dict[int, bytes], dict[int, int], dict[int, list[list[Any]]], dict[int, frozenset[Tactic]]]:
+        """This rank's winners, as entries and as places of their tactics, what failed here, as [place of the tactic, reason], and what was
+        tried here; all by place of the cell."""
         mine: dict[int, bytes] = {}
         won: dict[int, int] = {}
         failed: dict[int, list[list[Any]]] = {}
+        tried: dict[int, frozenset[Tactic]] = {}
         for index, planned in enumerate(to_tune):
             self._announce(index, planned)
             if (raced := self._rounds.alone(planned)) is None:
+                if self._group.rank not in planned.ranks:
+                    tried[index] = frozenset()
                 continue
             race, failed_here = raced
+            tried[index] = frozenset(race.tried)
             failed[index] = [[planned.tactics.index(tactic), row.reason] for tactic, row in failed_here.items() if isinstance(row, Failed)]
-            decided = Decided(planned.cell, planned.default, race.winner(), race.standing(planned.default), ())
-            entry = decided.entry(self._settings.key(self._environments[0], planned.cell))
+            decided = Decided(planned.cell, planned.default, race.winner(), race.standing(planned.default), (), tried[index])
+            entry = decided.entry(self._settings.key(self._environment, planned.cell))
             if entry is not None and decided.winner is not None:
                 mine[index], won[index] = entry, planned.tactics.index(decided.winner.tactic)
-        return mine, won, failed
+        return mine, won, failed, tried
 
     def _adopt(self, listed: dict[int, bytes]) -> dict[int, bytes]:
         """The leader's table on every rank: through the store, or over the group where a rank does not find it there."""
@@ -114,24 +123,23 @@ class Apart:
 
     def _stored(self, to_tune: Sequence[PlannedCell], failed: dict[int, list[list[Any]]]) -> dict[int, bytes]:
         """What the leader's store holds of the table by now, never a tactic that failed somewhere."""
-        paths = [self._settings.key(self._environments[0], planned.cell).path for planned in to_tune]
-        stored = self._store.get_many(paths)
+        keys = [self._settings.key(self._environment, planned.cell) for planned in to_tune]
+        stored = self._store.get_many([key.path for key in keys])
         return {
-            index: stored[path]
-            for index, (planned, path) in enumerate(zip(to_tune, paths, strict=True))
-            if path in stored and self._fits(stored[path], planned, {planned.tactics[at] for at, _ in failed.get(index, [])})
+            index: stored[key.path]
+            for index, (planned, key) in enumerate(zip(to_tune, keys, strict=True))
+            if key.path in stored
+            and _fits(stored[key.path], key, planned.tactics, {planned.tactics[at] for at, _ in failed.get(index, [])})
         }
 
-    def _fits(self, value: bytes, planned: PlannedCell, bad: set[Tactic]) -> bool:
-        try:
-            entry = decode_entry(value)
-        except Malformed:
-            return False
-        return (
-            entry.key_digest in {self._settings.key(e, planned.cell).digest for e in self._environments}
-            and entry.tactic in planned.tactics
-            and entry.tactic not in bad
-        )
+
+def _fits(value: bytes, key: Key, tactics: Sequence[Tactic], bad: set[Tactic]) -> bool:
+    """Whether `value` is an entry of `key` whose tactic is one of `tactics` and none of `bad`."""
+    try:
+        entry = decode_entry(value, key.digest)
+    except Malformed:
+        return False
+    return entry.tactic in tactics and entry.tactic not in bad
 
 
 def pack_table(entries: Mapping[int, bytes]) -> bytes:
@@ -145,10 +153,14 @@ def _first_to_win(index: int, won: Sequence[dict[int, int]], failed: Sequence[Se
     return next((rank for rank, places in enumerate(won) if index in places and places[index] not in bad), None)
 
 
-def _decided_from(planned: PlannedCell, value: bytes | None, failed: Sequence[Sequence[Any]]) -> Decided:
+def _decided_from(planned: PlannedCell, value: bytes | None, failed: Sequence[Sequence[Any]], tried: frozenset[Tactic] | None) -> Decided:
+    """tried None: there was no time left here."""
     rejected = [(planned.tactics[at], reason) for at, reason in failed]
     if value is None:
-        return Decided(planned.cell, planned.default, None, None, (*planned.rejected, *rejected))
+        if tried is None:
+            bad = {tactic for tactic, _ in rejected}
+            rejected += [(tactic, BUDGET_ENDED) for tactic in planned.tactics if tactic not in bad]
+        return Decided(planned.cell, planned.default, None, None, (*planned.rejected, *rejected), tried or frozenset())
     entry = decode_entry(value)
     default = (
         Standing(entry.default, entry.default_time.median_us, entry.default_time.spread_us, entry.default_time.samples)
@@ -156,4 +168,4 @@ def _decided_from(planned: PlannedCell, value: bytes | None, failed: Sequence[Se
         else None
     )
     winner = Standing(entry.tactic, entry.time.median_us, entry.time.spread_us, entry.time.samples)
-    return Decided(planned.cell, planned.default, winner, default, (*planned.rejected, *rejected))
+    return Decided(planned.cell, planned.default, winner, default, (*planned.rejected, *rejected), tried or frozenset())

@@ -20,6 +20,8 @@ from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, Entry, Epoch, ProbeSpec, Tactic, Timed, canonical, pack
 from moe_dist.tuning.search import Standing
 
+BUDGET_ENDED = "the time budget ended before it was timed to the end"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassSettings:
@@ -42,7 +44,7 @@ class PassSettings:
         plain: dict[str, Any] = {
             "policy": self.policy.kind, "rounds": self.policy.rounds, "sweeps": self.policy.sweeps,
             "window_us": self.policy.window / timedelta(microseconds=1), "strategy": self.strategy, "objective": self.objective,
-            "probe": self.probe, "ladder": self.ladder.bounds, "buckets": tuple(bucket.high for bucket in self.buckets),
+            **{f"probe_{field.name}": getattr(self.probe, field.name) for field in dataclasses.fields(self.probe)}, "ladder": self.ladder.bounds, "buckets": tuple(bucket.high for bucket in self.buckets),
             "modes": self.modes, "deployment": self.deployment, "budget_s": self.budget.total_seconds() if self.budget is not None else None,
             "mixed_environments": self.mixed_environments, "measure": self.measure,
         }  # fmt: skip
@@ -65,13 +67,15 @@ class ProgressEvent:
 
 @dataclasses.dataclass(frozen=True)
 class Decided:
-    """What the measuring of one cell came to. winner None: nothing could be timed to the end; the default serves, unmeasured."""
+    """What the measuring of one cell came to. winner None: nothing could be timed to the end; the default serves, unmeasured.
+    tried: candidates that were run to be timed."""
 
     cell: Cell
     default: Tactic
     winner: Standing | None
     default_standing: Standing | None
     rejected: tuple[tuple[Tactic, str], ...]
+    tried: frozenset[Tactic]
 
     def entry(self, key: Key) -> bytes | None:
         """What is stored of it under `key`; None: it has no winner."""
@@ -93,7 +97,7 @@ class Decided:
 class PassOutcome:
     """epoch: the table to serve from; arena: the symmetric memory that its tactics need. keys: the key digest of each cell of the plan.
 
-    stored: the leader's store holds this epoch already. measured: candidates timed; hits: cells served from entries; compiled: kernels, ahead of the timing.
+    stored: the leader's store holds this epoch already. measured: candidates that were run to be timed, of strategy "reload" by this rank; hits: cells served from entries; compiled: kernels, ahead of the timing.
     """
 
     epoch: Epoch

@@ -20,6 +20,7 @@ import torch
 from moe_dist.errors import ConfigError
 
 MODES = ("eager", "cuda_graph")
+SEEDS = 1 << 32  # of which every draw still has a seed that torch takes
 
 
 def modes_on(device_type: str) -> tuple[str, ...]:
@@ -273,7 +274,7 @@ class ProbeSpec:
     """How probe inputs route tokens: a named distribution, seeded; part of the key.
 
     routing: "uniform", "zipf" (exponent `skew`), or "counts" (`counts[e]`: recorded tokens of expert e).
-    copies: input sets that rotate, so that the L2 cache serves nothing it would not serve in production.
+    seed: from 0 to `SEEDS` - 1. copies: input sets that rotate, so that the L2 cache serves nothing it would not serve in production.
     """
 
     routing: str = "uniform"
@@ -287,6 +288,8 @@ class ProbeSpec:
             raise ConfigError(f"probe routing is {self.routing!r}; choose uniform, zipf or counts")
         if (self.routing == "counts") != bool(self.counts):
             raise ConfigError(f"probe routing {self.routing!r} with {len(self.counts)} counts; give counts with routing='counts' alone")
+        if not 0 <= self.seed < SEEDS:
+            raise ConfigError(f"the seed of probes is {self.seed}; choose one from 0 to {SEEDS - 1}")
         if self.copies < 1:
             raise ConfigError(f"probe copies is {self.copies}; it must be at least 1")
 

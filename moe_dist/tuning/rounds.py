@@ -17,7 +17,7 @@ from moe_dist.distributed.symmetric import Arena, Refused, reserve
 from moe_dist.tuning.adoption import symmetric_bytes
 from moe_dist.tuning.journal import Journal
 from moe_dist.tuning.measure import CellMeasurer
-from moe_dist.tuning.pass_terms import Decided, PassSettings, timed
+from moe_dist.tuning.pass_terms import BUDGET_ENDED, Decided, PassSettings, timed
 from moe_dist.tuning.problem import Abstain, Failed, Measurement, Operation, Problem, Tactic
 from moe_dist.tuning.search import Race, finalists
 
@@ -76,7 +76,11 @@ class Rounds:
             measurer.prepare(final)
         decided = self._race(f"final-{index}", planned, final, measurer)
         beaten = tuple((tactic, f"{ratio:.2f}x {yardstick}, no finalist") for tactic, ratio in shares.ratios.items() if tactic not in final)
-        return dataclasses.replace(decided, rejected=(*decided.rejected, *shares.failed.items(), *beaten))
+        return dataclasses.replace(
+            decided,
+            rejected=(*decided.rejected, *shares.failed.items(), *beaten),
+            tried=decided.tried | {*shares.ratios, *shares.failed, *([yardstick] if shares.ratios else [])},
+        )
 
     def alone(self, planned: PlannedCell) -> tuple[Race, dict[Tactic, Measurement]] | None:
         """All rounds of a cell on this rank alone: the race, and the candidates that failed in it; None: as `_measurer` says."""
@@ -115,10 +119,15 @@ class Rounds:
             if in_time:
                 race.feed(reduced)
             else:
-                race.stop("the time budget ended before it was timed to the end")
+                race.stop(BUDGET_ENDED)
         self._time_collectives(step, planned, race, measurer)
         return Decided(
-            planned.cell, planned.default, race.winner(), race.standing(planned.default), (*planned.rejected, *race.rejected.items())
+            planned.cell,
+            planned.default,
+            race.winner(),
+            race.standing(planned.default),
+            (*planned.rejected, *race.rejected.items()),
+            frozenset(race.tried),
         )
 
     def _time_collectives(self, step: str, planned: PlannedCell, race: Race, measurer: CellMeasurer | None) -> None:
@@ -134,7 +143,8 @@ class Rounds:
             measured: Measurement = Failed(against[0]) if against else Abstain()
             if measurer is not None and not against:
                 measured = measurer.run_counted(tactic, policy.rounds * policy.sweeps, COLLECTIVE_CALLS)
-            race.enter(tactic, self._reduced(f"{step}-collective-{at}", [tactic], {tactic: measured}).get(tactic, Abstain()))
+            reduced = self._reduced(f"{step}-collective-{at}", [tactic], {tactic: measured})
+            race.enter(tactic, reduced.get(tactic, Abstain()), tried=not spent)
 
     def _race_alone(self, measurer: CellMeasurer, tactics: Sequence[Tactic], default: Tactic) -> tuple[Race, dict[Tactic, Measurement]]:
         """All rounds on this rank alone: the race, and the candidates that failed in it."""

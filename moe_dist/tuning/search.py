@@ -42,6 +42,7 @@ class Race:
         self._ratios = DEVICE_DROP_RATIOS if device_time else DROP_RATIOS
         self.alive: list[Tactic] = list(candidates)
         self.rejected: dict[Tactic, str] = {}
+        self.tried: set[Tactic] = set()  # those that were timed, or failed in it
         self._times: dict[Tactic, list[float]] = {tactic: [] for tactic in candidates}
         self._rounds = 0
         self._complete = True
@@ -50,6 +51,8 @@ class Race:
         """One round of reduced measurements. A candidate that failed, or was not timed, is out."""
         for tactic in list(self.alive):
             measured = reduced.get(tactic, Abstain())
+            if not isinstance(measured, Abstain):
+                self.tried.add(tactic)
             if isinstance(measured, Timed):
                 self._times[tactic].append(measured.median_us)
             else:
@@ -64,9 +67,11 @@ class Race:
             if ratio > limit and tactic != self.default:
                 self._reject(tactic, f"{ratio:.2f}x the best after round {self._rounds - 1}")
 
-    def enter(self, tactic: Tactic, measured: Measurement) -> None:
-        """A tactic that was timed outside the rounds, because its runs are counted alike on all ranks."""
+    def enter(self, tactic: Tactic, measured: Measurement, *, tried: bool = True) -> None:
+        """A tactic that was timed outside the rounds, because its runs are counted alike on all ranks. tried False: there was no time for it."""
         self.alive.append(tactic)
+        if tried:
+            self.tried.add(tactic)
         self._times[tactic] = [measured.median_us] if isinstance(measured, Timed) else []
         if not isinstance(measured, Timed):
             self._reject(tactic, measured.reason if isinstance(measured, Failed) else "timed on no rank")

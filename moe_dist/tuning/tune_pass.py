@@ -48,7 +48,7 @@ class TunePass:
     """Runs once. records: this rank's operations by problem. memory: entries that this process already holds, by store key.
 
     serving: the epoch in force; arena: the symmetric memory that it was given. ahead: buckets of passes to come, whose candidates are
-    compiled along with this pass's. published: store keys of the epochs that this tuner has published, to which this one's is added;
+    compiled along with this pass's. published: what this tuner has published, to which this one's epoch is added;
     None: publish no epoch, a pass that completes it follows. explain: called on the leader before anything is measured.
     """
 
@@ -68,7 +68,7 @@ class TunePass:
         on_progress: Callable[[ProgressEvent], None],
         adopt: Callable[[PassOutcome], None],
         ahead: Sequence[Bucket] = (),
-        published: list[str] | None,
+        published: epoch.Publications | None,
         explain: Callable[[], None],
     ) -> None:
         self._settings, self._group, self._environment, self._records = settings, group, environment, records
@@ -274,8 +274,7 @@ class TunePass:
             return together(to_tune, rounds.reduce if strategy == "reduce" else rounds.shard), {}
         # Who talks to peers can't be tuned apart: such cells are reduced, whatever the strategy.
         talking = [cell for cell in to_tune if any(tactic.collective for tactic in cell.tactics)]
-        environments = list(dict.fromkeys([self._environment, *self._environments]))
-        apart = Apart(self._settings, self._group, self._store, rounds, environments, announce)
+        apart = Apart(self._settings, self._group, self._store, rounds, self._environment, announce)
         decided, entries = apart.tune([cell for cell in to_tune if cell not in talking])
         return decided + together(talking, rounds.reduce), entries
 
@@ -318,7 +317,7 @@ class TunePass:
             epoch=dataclasses.replace(table, number=number),
             cells=tuple(planned.cell for planned in agreed.cells),
             keys={planned.cell: self._key(planned.cell).digest for planned in agreed.cells},
-            measured=sum(len(planned.tactics) for planned in agreed.cells if planned.serve is None and self._settings.measure),
+            measured=sum(len(outcome.tried) for outcome in decided),
             hits=len(hits),
             rejected=tuple((outcome.cell, tactic, reason) for outcome in decided for tactic, reason in outcome.rejected),
             entries=kept,
@@ -358,14 +357,18 @@ class TunePass:
                 # A hit that only another rank's store or the local layer held is published, too.
                 if winner is not None and (winner.source == "tuned" or path not in held):
                     self._store.put(path, entry)
-        if outcome.stored or self._published is None:
+        # One without winners serves nobody.
+        if outcome.stored or self._published is None or not outcome.epoch.winners:
             return
         paths = [self._key(cell, environment).path for environment in self._environments for cell in outcome.epoch.winners]
         embedded = {path: value for path in paths if (value := self._memory.get(path)) is not None}
         environments = [environment.digest for environment in self._environments]
         published = epoch.publish(self._store, outcome.epoch, encode_epoch(outcome.epoch, embedded), environments, self._published)
-        if not published and not isinstance(self._store, MemoryStore):  # from a process's own memory nobody joins anyway
-            log.warning("epoch %d could not be published to %s: nobody can join until it is", outcome.epoch.number, self._store.url)
+        # Once an outage: each of many passes would say it. From a process's own memory nobody joins anyway.
+        if not published and not self._published.lacking and not isinstance(self._store, MemoryStore):
+            words = "epoch %d could not be published to %s: nobody can join until it is, or a later one"
+            log.warning(words, outcome.epoch.number, self._store.url)
+        self._published.lacking = not published
 
 
 def _decoded(words: Sequence[bytes], decode: Callable[[bytes], T]) -> list[T]:

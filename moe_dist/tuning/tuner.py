@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from moe_dist.config import DEFAULT_MAX_NUM_TOKENS
+from moe_dist.distributed.epoch import Publications
 from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT, RankGroup
 from moe_dist.distributed.symmetric import Arena
 from moe_dist.errors import ConfigError, PassAborted, RendezvousLost, TunerStateError, first_line
@@ -51,7 +52,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class PassReport:
-    """What a pass came to. measured: candidates timed; hits: cells served from stored entries; rejected: (cell, tactic, reason);
+    """What a pass came to. measured: candidates that were run to be timed; hits: cells served from stored entries; rejected: (cell, tactic, reason);
     compiled: kernels compiled by this rank ahead of the timing."""
 
     rows: tuple[Row, ...]
@@ -128,7 +129,7 @@ class Tuner:
         self._on_progress = on_progress or (lambda event: None)
         self._records: dict[Problem, Operation] = {}
         self._memory: dict[str, bytes] = {}
-        self._published: list[str] = []  # store keys of its epochs
+        self._published = Publications()
         self._explained = False
         self._closed = False
         # Last, so that nothing can fail once the ranks are claimed.

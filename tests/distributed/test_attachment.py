@@ -53,6 +53,16 @@ def test_a_rank_that_closed_in_order_is_missed_at_once(make: Make, leaver: int) 
         rest[0].begin_pass()
 
 
+def test_a_rank_that_has_closed_shows_peers_no_progress_any_more(make: Make) -> None:
+    """Its tuner may work on. A count of it in place of what says that it has closed, and peers would wait for it until a deadline."""
+    ranks = make(2)
+    assert results(together(ranks, one_pass)) == [[b"x"] * 2] * 2
+    ranks[1].close()
+    ranks[1].progress(force=True)
+    assert ranks[1].dead is None, "nor does it ask a thread that has ended"
+    assert ranks[0]._progress_counts([1]) == {1: b"closed"}
+
+
 class _ClosedBeside:
     """A rank's view of the rendezvous: while it looks for who has closed, `meanwhile` happens."""
 

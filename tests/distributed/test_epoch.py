@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable
@@ -14,8 +15,10 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from moe_dist.distributed import epoch
-from moe_dist.distributed.epoch import EpochName, HostCopy, folder, publish, published, spread
+from moe_dist.distributed.epoch import EpochName, HostCopy, Publications, folder, publish, published, spread
 from moe_dist.distributed.group import RankGroup
+from moe_dist.stores.base import MAX_VALUE_BYTES
+from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.stores.memory import MemoryStore
 from moe_dist.tuning.problem import Epoch, digest
 
@@ -116,6 +119,72 @@ def test_what_is_no_copy_is_read_from_the_store_again(left: bytes) -> None:
     assert store.reads == 2
 
 
+def test_a_file_longer_than_any_value_is_not_read_and_no_reload_fails_of_it() -> None:
+    """A sparse one takes no memory to leave, and all there is to read."""
+    assert epoch._MAX_BYTES == MAX_VALUE_BYTES
+    path = HostCopy(stored(), "at/key", digest(VALUE))._path
+    with path.open("wb") as left:
+        left.truncate(1 << 62)
+    assert on_ranks([stored() for _ in range(3)], from_the_leader) == [(VALUE, [])] * 3
+    assert not path.exists()
+
+
+def a_link(path: Path, elsewhere: Path) -> None:
+    path.symlink_to(elsewhere)
+
+
+def a_second_name(path: Path, elsewhere: Path) -> None:
+    path.hardlink_to(elsewhere)
+
+
+def a_pipe(path: Path, elsewhere: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_folder(path: Path, elsewhere: Path) -> None:
+    path.mkdir()
+
+
+# Whoever writes through the first two writes into another file; the others can't be read as a file.
+@pytest.mark.parametrize("leave", [a_link, a_second_name, a_pipe, a_folder])
+def test_what_lies_there_and_is_no_file_of_its_own_is_neither_read_nor_written(
+    leave: Callable[[Path, Path], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(epoch, "SHARED_MEMORY", tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"precious")
+    store = stored()
+    with HostCopy(store, "at/key", digest(VALUE)) as copy:
+        leave(copy._path, elsewhere)
+        assert (copy.read(), copy.read(), store.reads) == (VALUE, VALUE, 2)
+    assert elsewhere.read_bytes() == b"precious"
+
+
+# What another user's file holds: nothing of ours; a right copy, whose owner may still cut it short while it is read.
+@pytest.mark.parametrize("left", [b"foreign", VALUE])
+def test_another_user_s_file_that_can_not_be_removed_is_left_alone_and_every_reload_works(
+    left: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(epoch, "SHARED_MEMORY", tmp_path)
+    path = HostCopy(stored(), "at/key", digest(VALUE))._path
+    path.write_bytes(left)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    refused = list[Path]()
+
+    def unlink(at: Path) -> None:  # as in a folder with the sticky bit
+        refused.append(at)
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    monkeypatch.setattr(epoch, "_locked", lambda handle: pytest.fail("its owner may hold the lock for ever"))
+    for _ in range(2):
+        stores = [stored() for _ in range(3)]
+        assert on_ranks(stores, from_the_leader) == [(VALUE, [])] * 3
+        assert [store.reads for store in stores] == [0, 1, 1], "each for itself, the leader has it"
+    assert path.read_bytes() == left
+    assert refused == [path] * 6
+
+
 def test_a_store_without_the_value_leaves_no_copy_for_those_that_have_it() -> None:
     with HostCopy(stored(b"older"), "at/key", digest(VALUE)) as copy:
         assert copy.read() is None
@@ -152,6 +221,14 @@ def test_epochs_are_listed_newest_first_and_what_has_another_name_is_none() -> N
         store.put(f"{folder('d')}/{foreign}", b"value")
     assert [name.number for name in published(store, "d")] == [123456789, 10, 9]
     assert [store.get(name.key("d")) for name in published(store, "d")] == [b"value"] * 3
+
+
+def test_of_what_a_rank_has_published_the_one_before_stays_for_a_joiner_that_is_about_to_read_it(tmp_path: Path) -> None:
+    store, own, left = FilesystemStore(tmp_path), Publications(), []
+    for number in (1, 2, 3, 2):  # the last is published anew, as after another job's was adopted in between
+        publish(store, Epoch(number, "d"), b"value", own=own)
+        left.append([name.number for name in published(store, "d")])
+    assert left == [[1], [2, 1], [3, 2], [3, 2]]
 
 
 def test_a_name_says_number_cells_and_table() -> None:

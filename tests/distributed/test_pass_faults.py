@@ -31,7 +31,7 @@ from moe_dist.errors import GroupError, PassAborted
 from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.tuning import tune_pass
 from moe_dist.tuning.pass_terms import ProgressEvent
-from moe_dist.tuning.problem import BucketLadder
+from moe_dist.tuning.problem import BucketLadder, ProbeSpec
 from moe_dist.tuning.tuner import Tuner
 
 
@@ -150,8 +150,11 @@ def test_a_rank_that_leaves_by_an_exception_frees_its_peers_at_once(strategy: st
     assert outcomes[0].seconds < 20, "long before the 30 s deadline"
 
 
+OTHERS: dict[str, Any] = {"objective": "mean", "probe": ProbeSpec(seed=1)}
+
+
 def different_settings(rank: Rank, strategy: str) -> Any:
-    return tune(rank, strategy, one_operation, lambda rank: {"objective": "mean" if rank.index == 1 else "max"})
+    return tune(rank, strategy, one_operation, lambda rank: OTHERS if rank.index == 1 else {})
 
 
 @each_strategy
@@ -161,7 +164,8 @@ def test_settings_that_differ_are_named_with_ranks(strategy: str, tmp_path: Path
         (
             "SettingsDiffer",
             (1,),
-            "settings differ between ranks: objective is 'max' on rank 0, 2 and 'mean' on rank 1; start all ranks alike",
+            "settings differ between ranks: objective is 'max' on rank 0, 2 and 'mean' on rank 1; "
+            "probe_seed is 0 on rank 0, 2 and 1 on rank 1; start all ranks alike",
         )
     }
 

@@ -62,6 +62,10 @@ def test_a_rendezvous_that_stops_answering_is_lost_in_bounded_time(make: Make, m
     assert told.value.ranks == (0,)
     with pytest.raises(TunerStateError, match=r"dead \(rendezvous lost\)"):
         rank.begin_pass()
+    store.stuck.clear()
+    with pytest.raises(RendezvousLost, match="the rendezvous store was lost; the group is dead") as told:
+        rank._rendezvous.holds("key")  # by a server that answers again: peers have concluded that this rank is gone
+    assert told.value.ranks == (0,)
 
 
 SERVER = """

@@ -128,9 +128,9 @@ def serving(make: Make, store: Any, passes: int = 1) -> list[RankGroup]:
     return ranks
 
 
-def renewed(make: Make, store: Any, rank: RankGroup) -> RankGroup:
+def renewed(make: Make, store: Any, rank: RankGroup, **settings: Any) -> RankGroup:
     rank.close()
-    return again(make, store, rank.rank, names=rank.names)
+    return again(make, store, rank.rank, names=rank.names, **settings)
 
 
 def test_peers_that_serve_learn_it_in_their_next_pass_and_their_new_tuners_meet_it(make: Make) -> None:
@@ -175,8 +175,9 @@ def test_a_peer_that_is_lost_after_all_had_come_again_is_named_by_all(make: Make
     assert [(type(error), error.ranks) for error in errors] == [(RankLost, (6,))] * 2
 
 
-# What the former process had gone through when it ended: passes that were committed, one that all aborted, an older tuner that goes on.
-@pytest.mark.parametrize("before", ["nothing", "committed", "aborted", "an older tuner goes on"])
+# What the former process had gone through when it ended, beside a pass that was committed: nothing, a pass that all aborted, an older
+# tuner that goes on.
+@pytest.mark.parametrize("before", ["nothing", "aborted", "an older tuner goes on"])
 def test_the_pass_that_is_ended_is_the_one_that_peers_are_in(before: str, make: Make) -> None:
     store = HashStore()
     ranks = make(3, store, progress=FOR_EVER_S, cap=FOR_EVER_S)
@@ -360,7 +361,7 @@ def test_who_is_started_again_as_another_release_is_named_by_its_peers_with_both
         started = time.monotonic()
         while not any(rank._one_version for rank in ranks) and time.monotonic() < started + 20:
             time.sleep(0.01)
-        (came,) = make(1, store, of=3, first=1, progress=FOR_EVER_S, cap=FOR_EVER_S, names=[4, 5, 6], version=NEW)
+        came = again(make, store, 1, names=[4, 5, 6], version=NEW)
         assert ends(together([came], one_pass)) == [(SettingsDiffer, DIFFER, (5,))]
     said = f"rank 5 was started again, as {Process.this()} in place of {former}, with moe_dist {NEW} in place of {OLD}: "
     said += "install the same on all ranks, then make a new tuner on all ranks, or restart them all"
@@ -376,26 +377,21 @@ def test_who_comes_with_the_right_release_at_last_ends_what_its_peers_began_with
     store = HashStore()
     ranks = of_old(make, store)
     ranks[1].close()
-    (odd,) = make(1, store, of=3, first=1, progress=FOR_EVER_S, cap=FOR_EVER_S, names=[4, 5, 6], version=NEW)
+    odd = again(make, store, 1, names=[4, 5, 6], version=NEW)
     tried = [ranks[0], odd, ranks[2]]
     assert ends(together(tried, one_pass)) == [(SettingsDiffer, DIFFER, (5,))] * 3
     odd.close()
-    (mended,) = make(1, store, of=3, first=1, progress=FOR_EVER_S, cap=FOR_EVER_S, names=[4, 5, 6], version=OLD)
+    mended = again(make, store, 1, names=[4, 5, 6], version=OLD)
 
     def again_until_it_meets(rank: RankGroup) -> Any:
         try:
             return one_pass(rank)
         except RankLost as lost:
-            return str(lost), one_pass(renewed_of(make, store, rank))
+            return str(lost), one_pass(renewed(make, store, rank, version=OLD))
 
     said = "all ranks run the same moe_dist again, after a restart: make a new tuner on all ranks, or restart them all"
     met = results(together([ranks[0], mended, ranks[2]], again_until_it_meets))
     assert met == [(said, [b"x"] * 3), [b"x"] * 3, (said, [b"x"] * 3)]
-
-
-def renewed_of(make: Make, store: Any, rank: RankGroup) -> RankGroup:
-    rank.close()
-    return make(1, store, of=3, first=rank.rank, progress=FOR_EVER_S, cap=FOR_EVER_S, names=rank.names, version=OLD)[0]
 
 
 def test_another_release_takes_no_place_from_a_process_that_is_seen_to_run(make: Make) -> None:

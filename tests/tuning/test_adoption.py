@@ -10,14 +10,18 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from fakes import FakeOperation, tactic
 from torch._C._distributed_c10d import HashStore
 
 from moe_dist.distributed import epoch
 from moe_dist.distributed.group import RankGroup
+from moe_dist.errors import PassAborted
 from moe_dist.stores.codec import encode_epoch
 from moe_dist.stores.memory import MemoryStore
-from moe_dist.tuning.adoption import choose_committed
+from moe_dist.tuning.adoption import adopt_newest, choose_committed
+from moe_dist.tuning.identity import build_environment
+from moe_dist.tuning.pins import Pins
 from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, Epoch, Problem, Winner, digest
 from moe_dist.tuning.tuner import Tuner
@@ -280,3 +284,21 @@ def test_the_leader_alone_lists_and_a_rank_that_serves_the_epoch_reads_nothing(t
     assert {(tuner.epoch.number, tuner.epoch.digest) for tuner in tuners} == {(2, tables[1].digest)}
     for tuner in tuners:
         tuner.close()
+
+
+def test_ranks_that_serve_different_epochs_and_adopt_none_are_told_so_and_may_tune() -> None:
+    rendezvous, environment = HashStore(), build_environment(torch.device("cpu"))
+    deadlines = {"progress_timeout": timedelta(seconds=10), "cap": timedelta(seconds=30)}
+    groups = [RankGroup(rendezvous, rank, 3, **deadlines) for rank in range(3)]
+
+    def adopt(group: RankGroup) -> None:
+        serving = committed(2, "a", won="plain" if group.rank == 1 else "quick")
+        with pytest.raises(PassAborted, match="epochs differ: rank 1 holds another than the rest; the pass is aborted, nothing") as told:
+            adopt_newest(group, MemoryStore(), environment, {}, serving, None, Pins(), ())
+        assert told.value.ranks == (1,)
+        assert group.dead is None
+        group.close()
+
+    with ThreadPoolExecutor(3) as pool:
+        for ended in [pool.submit(adopt, group) for group in groups]:
+            ended.result(30)

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import msgpack
-from fakes import FakeOperation
+import pytest
+from fakes import FakeOperation, tactic
 from torch._C._distributed_c10d import HashStore
 
 from moe_dist.distributed.group import RankGroup
-from moe_dist.stores.codec import decode_entry
+from moe_dist.stores.codec import decode_entry, encode_entry
 from moe_dist.stores.memory import MemoryStore
 from moe_dist.tuning.policy import MeasurementPolicy
-from moe_dist.tuning.problem import BucketLadder
+from moe_dist.tuning.problem import BucketLadder, Entry
 from moe_dist.tuning.tuner import PassReport, Tuner
 
 COSTS = {"plain": 150_000.0, "quick": 100.0}  # us; far enough apart for a busy machine
 
 
-def tune_apart(*operations: list[FakeOperation]) -> tuple[list[PassReport], list[dict[str, bytes]]]:
-    """One rank for each list of operations, all over one store: their reports, and each one's word of each step of tuning apart."""
-    store, rendezvous = MemoryStore(), HashStore()
+def tune_apart(
+    *operations: list[FakeOperation], store: MemoryStore | None = None, meanwhile: Mapping[str, bytes] | None = None
+) -> tuple[list[PassReport], list[dict[str, bytes]]]:
+    """One rank for each list of operations, all over one store: their reports, and each one's word of each step of tuning apart.
+
+    meanwhile: what another job has stored by the time that the leader lists the table.
+    """
+    store, rendezvous = MemoryStore() if store is None else store, HashStore()
     said: list[dict[str, bytes]] = [{} for _ in operations]
     deadlines = {"progress_timeout": timedelta(seconds=20), "cap": timedelta(seconds=60)}
 
@@ -34,6 +42,9 @@ def tune_apart(*operations: list[FakeOperation]) -> tuple[list[PassReport], list
             def speaking(step: str, word: bytes, *rest: Any, speak: Any = speak, **reads: Any) -> Any:
                 if step.startswith("reload-"):
                     said[rank][step] = word
+                if step == "reload-published":
+                    for key, value in (meanwhile or {}).items():
+                        store.put(key, value)
                 return speak(step, word, *rest, **reads)
 
             setattr(group, name, speaking)
@@ -76,3 +87,29 @@ def test_a_winner_that_failed_elsewhere_is_passed_over_for_the_next_rank_s() -> 
     reports, said = tune_apart([FakeOperation("a", COSTS)], [FakeOperation("a", {**COSTS, "quick": "oom"})])
     assert [winners(report) for report in reports] == [{"a": "plain"}] * 2
     assert [list(msgpack.unpackb(words["reload-entries"], strict_map_key=False)) for words in said] == [[], [0]]
+
+
+def with_tactic(name: str) -> Callable[[Entry], Entry]:
+    return lambda entry: dataclasses.replace(entry, tactic=tactic(name))
+
+
+# What lies in the store where the leader lists the table, and what is served then, of "quick" and the slow "plain". The first is taken:
+# another job's winner. The others are none of this key, of this plan, or of those that ran on all ranks.
+@pytest.mark.parametrize(
+    ("changed", "quick", "served"),
+    [
+        pytest.param(with_tactic("plain"), 100.0, "plain", id="another job's winner"),
+        pytest.param(lambda entry: dataclasses.replace(with_tactic("plain")(entry), key=b"another"), 100.0, "quick", id="another key's"),
+        pytest.param(with_tactic("gone"), 100.0, "quick", id="not in the plan"),
+        pytest.param(with_tactic("quick"), "oom", "plain", id="failed on a rank"),
+    ],
+)
+def test_of_what_the_store_holds_by_then_only_what_all_can_serve_is_taken(
+    changed: Callable[[Entry], Entry], quick: Any, served: str
+) -> None:
+    costs, store = {"plain": 3000.0, "quick": 100.0}, MemoryStore()
+    tune_apart([FakeOperation("a", costs)], store=store)
+    ((path, value),) = store.get_many(store.list("entries")).items()
+    planted = {path: encode_entry(changed(decode_entry(value)))}
+    reports, _ = tune_apart([FakeOperation("a", costs)], [FakeOperation("a", {**costs, "quick": quick})], meanwhile=planted)
+    assert [winners(report) for report in reports] == [{"a": served}] * 2

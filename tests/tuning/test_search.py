@@ -73,11 +73,12 @@ def test_when_all_fail_nothing_wins() -> None:
 
 
 def test_an_incomplete_race_has_no_winner() -> None:
-    race = Race([DEFAULT, A], DEFAULT)
+    race = Race([DEFAULT, A, B], DEFAULT)
     race.feed(times(plain=100.0, a=80.0))
     race.stop("the time budget ended before it was timed to the end")
     assert race.winner() is None
-    assert set(race.rejected.values()) == {"the time budget ended before it was timed to the end"}
+    assert race.rejected == {B: "timed on no rank"} | dict.fromkeys((DEFAULT, A), "the time budget ended before it was timed to the end")
+    assert race.tried == {DEFAULT, A}, "all that counts as measured"
 
 
 def run(costs: Mapping[str, float], noise: float, seed: int, default: Tactic = DEFAULT) -> str:

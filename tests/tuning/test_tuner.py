@@ -21,6 +21,7 @@ import moe_dist as md
 from moe_dist.distributed.epoch import published
 from moe_dist.errors import ConfigError, NothingRunnable, TunerStateError
 from moe_dist.stores.codec import decode_entry, encode_entry
+from moe_dist.stores.degrade import Unavailable
 from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.stores.memory import MemoryStore
 from moe_dist.tuning.context import autotune
@@ -51,6 +52,31 @@ def winners(report: PassReport) -> list[str | None]:
 
 def runs(operation: FakeOperation) -> list[str]:
     return sorted(set(operation.calls))
+
+
+class Outages(FilesystemStore):
+    """A disk that takes nothing while `out`."""
+
+    out = False
+
+    def _write(self, key: str, value: bytes) -> None:
+        if self.out:
+            raise Unavailable("no space left")
+        super()._write(key, value)
+
+
+def test_an_epoch_that_could_not_be_published_is_said_once_an_outage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Outages(tmp_path)
+    said = []
+    with make_tuner(store=store) as tuner:
+        for number, out in enumerate((False, True, True, False, True)):
+            store.out = out
+            tuner.record(FakeOperation(f"operation {number}", COSTS))
+            tuner.run_pass()
+            said.append(caplog.text.count("nobody can join until it is, or a later one"))
+    assert said == [0, 1, 1, 1, 2]
+    assert "epoch 2 could not be published" in caplog.text
+    assert "epoch 5 could not be published" in caplog.text
 
 
 # -- one pass --------------------------------------------------------------------------------------------------------------
