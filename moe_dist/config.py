@@ -390,6 +390,15 @@ class MoEConfig:
         return cls(**parts)
 
 
+def summarize(plain: Mapping[str, Any]) -> str:
+    """A layer in a line for people, from what `MoEConfig.to_dict` gave, of this release or another. KeyError or TypeError: it is none."""
+    routing, experts, quant, parallel = (plain[name] for name in ("routing", "experts", "quant", "parallel"))
+    return (
+        f"{routing['num_experts']} experts, top-{routing['top_k']}, hidden {experts['hidden_size']}, intermediate "
+        f"{experts['intermediate_size']}, {quant['weight'] or quant['dtype']}; tp {parallel['tp_size']}, ep {parallel['ep_size']}"
+    )
+
+
 def _part_from_dict(kind: type, value: Mapping[str, Any]) -> Any:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{kind.__name__} is {value!r}; it must be a mapping of its fields")

@@ -6,7 +6,7 @@ and the plugins may import it. Of ours it imports errors alone.
 Variables: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_RUN_ID`,
 `TORCHELASTIC_RESTART_COUNT`, `TORCHELASTIC_USE_AGENT_STORE` (as torchrun sets them), `MOE_DIST_STORE` (URL of the store that
 the commands and engines use when none is named), `XDG_CACHE_HOME`. For serving engines also `MOE_DIST_TUNE`,
-`MOE_DIST_BUDGET_S`, `MOE_DIST_STRATEGY`, `MOE_DIST_POLICY` and `MOE_DIST_UNSERVED`, see `ServingSettings`.
+`MOE_DIST_BUDGET_S`, `MOE_DIST_STRATEGY`, `MOE_DIST_POLICY` and `MOE_DIST_UNSERVED`, see `ServingSettings`. One that is set and empty is one that is not set.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def job_settings(environ: Mapping[str, str] = os.environ) -> JobSettings:
 
 
 def default_store(environ: Mapping[str, str] = os.environ) -> str:
-    """The store of a command that names none: `MOE_DIST_STORE`, else a folder in the user's cache."""
+    """The store of a command that names none: `MOE_DIST_STORE`, else (not set, or empty) a folder in the user's cache."""
     if url := environ.get("MOE_DIST_STORE"):
         return url
     cache = environ.get("XDG_CACHE_HOME")
@@ -138,6 +138,8 @@ def serving_settings(given: Mapping[str, object] | None = None, environ: Mapping
     given = dict(given or {})
     if unknown := sorted(set(given) - set(names)):
         raise ConfigError(f"moe_dist has no setting {unknown[0]!r}; known: {', '.join(sorted(names))}")
+    if given.get("store") == "":
+        raise ConfigError("moe_dist's store is empty; name a folder or URL, or leave it out for MOE_DIST_STORE or the default")
     values = {name: given.get(name, environ.get(f"MOE_DIST_{name.upper()}") or None) for name in names}
     chosen: dict[str, str] = {name: str(values[name]) for name in _SERVING_CHOICES if values[name] is not None}
     budget = timedelta(seconds=_seconds(values["budget_s"])) if values["budget_s"] is not None else ServingSettings.budget

@@ -45,4 +45,5 @@ def test_wrong_ranks_are_refused(environ: dict[str, str], message: str) -> None:
 def test_default_store() -> None:
     assert default_store({"MOE_DIST_STORE": "redis://host/0", "XDG_CACHE_HOME": "/c"}) == "redis://host/0"
     assert default_store({"XDG_CACHE_HOME": "/c"}) == "/c/moe_dist"
+    assert default_store({"MOE_DIST_STORE": "", "XDG_CACHE_HOME": "/c"}) == "/c/moe_dist"
     assert default_store({}).endswith("/.cache/moe_dist")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import importlib.util
 import json
 import shlex
 import signal
@@ -22,8 +24,12 @@ from moe_dist.bench.scaling import KEYS, RANKS, scaling_table
 from moe_dist.bench.server import find_binary
 from moe_dist.bench.servers import servers_table
 from moe_dist.cli import bench_kernels
-from moe_dist.cli.checks import positive, require_writable
+from moe_dist.cli.checks import positive, quiet_stores, require_folder_of, require_reached, require_writable, store_url
+from moe_dist.errors import ConfigError, StoreError
+from moe_dist.stores.open import open_store
+from moe_dist.stores.redis import RedisAddress
 
+OWN = Path(".tuned")  # where what has no name lies; it is made
 HELP = "measure what is promised: agreement between ranks, survival of faults, the cost of a lookup, kernels beside their peers"
 
 
@@ -56,25 +62,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vllm.add_argument("--dtypes", nargs="+", choices=("bf16", "fp8"), default=["bf16", "fp8"])
     vllm.add_argument("--modes", nargs="+", choices=("cuda_graph", "eager"), default=["cuda_graph", "eager"])
     vllm.add_argument("--batches", type=int, nargs="*", default=[1, 32, 256])
-    vllm.add_argument("--pairs", type=int, default=12, help="interleaved pairs a cell (default 12)")
-    vllm.add_argument("--layers", type=int, default=16, help="of a Qwen3-30B-A3B, which has 48 (default 16)")
+    pairs = ", ".join(f"{count} in {mode}" for mode, count in engines.PAIRS.items())
+    vllm.add_argument("--pairs", type=positive, help=f"interleaved pairs a cell (default {pairs})")
+    vllm.add_argument("--layers", type=int, default=36, help="of a Qwen3-30B-A3B, which has 48 (default 36: two engines on 140 GB)")
     vllm.add_argument("--model", type=Path, help="serve this folder, weights as stored, instead of that shape with drawn weights")
     vllm.add_argument("--tp", type=int, default=1)
     vllm.add_argument("--experts", nargs="+", choices=("cut", "shared"), default=["cut"], help="how --tp ranks hold them (default cut)")
     vllm.add_argument("--control", action="store_true", help="ask a second stock engine too: what two equal ones differ by")
-    vllm.add_argument("--memory", type=float, default=0.2, help="share of a card that each of the four engines may take (default 0.2)")
+    vllm.add_argument(
+        "--memory", type=float, default=0.45, help="share of a card that each engine may take, two or with --control three (default 0.45)"
+    )
     vllm.add_argument("--workers", choices=("fork", "spawn", "inside"), default="fork", help="how an engine's core is made (default fork)")
     vllm.add_argument("--budget-s", type=float, default=120.0, help="seconds for measuring (default 120)")
     vllm.add_argument(
-        "--store", type=Path, default=Path(".tuned/engines"), help="of winners; an empty one makes the first start a cold one"
+        "--store",
+        type=lambda text: Path(store_url(text)),
+        default=OWN / "engines",
+        help="of winners; an empty one makes the first start a cold one",
     )
-    vllm.add_argument("--logs", type=Path, default=Path(".tuned/engines-logs"))
+    vllm.add_argument("--logs", type=Path, default=OWN / "engines-logs", help="folder of the engines' logs (default .tuned/engines-logs)")
     vllm.add_argument(
         "--engine", type=json.loads, default={}, help='more keywords of vllm.LLM, as JSON: \'{"attention_backend": "TRITON_ATTN"}\''
     )
-    vllm.add_argument(
-        "--json", type=Path, default=Path(".tuned/vllm.json"), help="rows are added here; cells that it holds are not run again"
-    )
+    vllm.add_argument("--json", type=Path, default=OWN / "vllm.json", help="rows are added here; cells that it holds are not run again")
     vllm.set_defaults(kind=_vllm)
     stores = kinds.add_parser("stores", help="attaching stores of 10,000 entries, and reloading an epoch of 1,000 winners on two ranks")
     stores.add_argument("stores", nargs="+", metavar="STORE", help="folders or URLs; they are left as they were")
@@ -98,6 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0: what was measured holds its bars; 1: it does not, and stderr says what."""
+    if arguments.json is not None and arguments.json.parent == OWN:
+        OWN.mkdir(exist_ok=True)
     require_writable(arguments.json)
     with _terminable():
         code: int = arguments.kind(arguments)
@@ -144,32 +156,43 @@ def _lookup(arguments: argparse.Namespace) -> int:
 
 
 def _scaling(arguments: argparse.Namespace) -> int:
+    if arguments.redis:
+        _require_server(arguments.redis)
+    if (arguments.ranks, arguments.keys) == (list(RANKS), list(KEYS)):
+        _note("these ranks and keys take over a minute; fewer --ranks and --keys take less")
     tables = {"scaling": scaling_table(arguments.ranks, arguments.keys, _note)}
     if arguments.redis:
         tables["servers"] = servers_table(arguments.redis, note=_note)
     return _finish(arguments.json, "moe-dist bench scaling" + (" --redis redis" if arguments.redis else ""), tables, [])
 
 
+def _require_server(url: str) -> None:
+    """StoreError: no server answers at `url`, which is asked last, after a minute."""
+    address = RedisAddress.parse(url)
+    if address.kind or address.tls or address.path or address.password:
+        raise StoreError("--redis: name one server, without TLS or a password: redis://HOST:PORT")
+    store = open_store(url)
+    try:
+        with quiet_stores():
+            store.get("bench/none")
+        require_reached(store)
+    finally:
+        store.close()
+
+
 def _vllm(arguments: argparse.Namespace) -> int:
-    names = (
-        "cards",
-        "dtypes",
-        "modes",
-        "batches",
-        "pairs",
-        "layers",
-        "model",
-        "tp",
-        "experts",
-        "control",
-        "memory",
-        "workers",
-        "budget_s",
-        "store",
-        "logs",
-    )
-    process = [sys.executable, "-m", "moe_dist_vllm.bench"]
-    plan = engines.Plan(process=process, keywords=arguments.engine, **{name: getattr(arguments, name) for name in names})
+    count = 3 if arguments.control else 2
+    if not 0 < arguments.memory * count <= 1:
+        words = f"{'three' if arguments.control else 'two'} engines live on a card at once, so each may take {1 / count:.2f} of it at most"
+        raise ConfigError(f"--memory {arguments.memory:g}: {words}; take less, and fewer --layers where they do not fit then")
+    if arguments.logs.parent != OWN:
+        require_folder_of(arguments.logs, "--logs")
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"vLLM is not installed for {sys.executable}, which would start the engines; run this by the Python of one that has it"
+        )
+    asked = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(engines.Plan) if field.name in arguments}
+    plan = engines.Plan(process=[sys.executable, "-m", "moe_dist_vllm.bench"], keywords=arguments.engine, **asked)
     ledger = engines.Ledger(arguments.json)
     failures = engines.measure(plan, ledger, lambda line: _note(f"[{time.strftime('%H:%M:%S')}] {line}"))
     objections = [
@@ -188,26 +211,28 @@ def _stores(arguments: argparse.Namespace) -> int:
     sizes = {"entries": ENTRIES, "winners": WINNERS, "repeats": REPEATS}
     asked = {name: getattr(arguments, name) for name in sizes}
     rows = stores_table(arguments.stores, **asked, note=_note)
+    counts = {"attach": asked["entries"], "reload": asked["winners"], "first reload": asked["winners"]}
+    if (asked["entries"], asked["winners"]) != (ENTRIES, WINNERS):
+        _note(f"the bars are of {ENTRIES} entries and {WINNERS} winners")
     kinds = list(dict.fromkeys(str(row["store"]) for row in rows))  # where they lie is nobody's business
     command = shlex.join(
         ["moe-dist", "bench", "stores", *kinds, *(f"--{name}={asked[name]}" for name in sizes if asked[name] != sizes[name])]
     )
-    return _finish(arguments.json, command, {"stores": rows}, report.store_objections(rows, kinds))
+    return _finish(arguments.json, command, {"stores": rows}, report.store_objections(rows, kinds, counts))
 
 
 def _soak(arguments: argparse.Namespace) -> int:
-    names = ("url", "model", "words", "seconds", "window_s", "scale", "most", "pids")
-    traffic = soak.Traffic(**{name: getattr(arguments, name) for name in names})
+    traffic = soak.Traffic(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(soak.Traffic)})
     rows = soak.soak(traffic, _note)
     command = f"moe-dist bench soak --model {traffic.model} --seconds {traffic.seconds:g}"
     return _finish(arguments.json, command, {"soak": rows}, soak.soak_objections(rows))
 
 
 def _finish(path: Path | None, command: str, tables: dict[str, list[dict[str, object]]], objections: list[str]) -> int:
+    if path is not None:  # first: whoever reads the tables may stop before their end
+        report.write(path, report.document(command, tables))
     for title, rows in tables.items():
         report.show(title, rows)
-    if path is not None:
-        report.write(path, report.document(command, tables))
     for objection in objections:
         print(f"moe-dist bench: {objection}", file=sys.stderr)
     return 1 if objections else 0

@@ -33,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
         return parse
 
+    def existing(text: str) -> Path:
+        if not (path := Path(text)).is_file():
+            raise argparse.ArgumentTypeError(f"there is no file {text!r} in {Path.cwd()}")
+        return path
+
     def counts(text: str) -> list[int]:
         if not all(part.isdigit() and int(part) for part in text.split(",")):
             raise argparse.ArgumentTypeError(f"{text!r} is no list of token counts like 1,16,256")
@@ -49,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--again", action="store_true", help="time what FILE holds already once more")
     parser.add_argument(
-        "--merge", type=Path, nargs="+", metavar="PART", help="time nothing: write the rows of these files to --json, and judge them"
+        "--merge", type=existing, nargs="+", metavar="PART", help="time nothing: write the rows of these files to --json, and judge them"
     )
     parser.add_argument(
         "--shapes",

@@ -1,4 +1,4 @@
-"""What subcommands refuse before they start, each reason stated once: a file that can't be written, a store that keeps nothing.
+"""What subcommands refuse before they start, each reason stated once: a place that can't be written, a store that keeps nothing.
 
 Tries and undoes; what may stay is a store's empty folder. The subcommands import this.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from moe_dist.errors import ConfigError, StoreError
 from moe_dist.stores.base import Store
 from moe_dist.stores.filesystem import FilesystemStore
-from moe_dist.stores.layered import ReadOnlyStore
+from moe_dist.stores.layered import LayeredStore, ReadOnlyStore
 from moe_dist.stores.open import open_store
 
 
@@ -26,27 +26,37 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def store_url(text: str) -> str:
+    """An argument's type: a folder or URL, not the empty one that a variable gives which is not set."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty; name a folder or URL, or leave the flag out for the default store")
+    return text
+
+
 def require_writable(path: Path | None) -> None:
     """ConfigError: the results of `--json path` could not be written in the end. None: nothing is to be written."""
     if path is None:
         return
+    require_folder_of(path, "--json")
     if path.is_dir():
         raise ConfigError(f"--json {str(path)!r} is a folder; name a file")
     if path.exists() and not path.is_file():
         return  # a pipe or a device: whoever reads it must see no try
-    missing = [folder for folder in path.absolute().parents if not folder.exists()]
     known = path.exists()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()  # permissions alone don't tell: root may write everywhere, and /proc takes nothing
         if not known:
             path.unlink()
     except OSError as error:
         raise ConfigError(f"--json {str(path)!r} can't be written: {error.filename!r}: {error.strerror}; name another place") from error
-    finally:
-        for folder in missing:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+
+
+def require_folder_of(path: Path, flag: str) -> None:
+    """ConfigError: the folder in which `flag path` would lie is not there. None is made: a name that was mistyped is no wish for one."""
+    folder = path.parent
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "does not exist"
+        raise ConfigError(f"{flag} {str(path)!r}: the folder {str(folder.absolute())!r} {what}; make it, or name another place")
 
 
 @contextlib.contextmanager
@@ -61,10 +71,19 @@ def quiet_stores() -> Iterator[None]:
 
 
 def require_there(store: Store) -> None:
-    """StoreError: `store` is a folder that does not exist, and so was never written."""
-    inner = store.store if isinstance(store, ReadOnlyStore) else store
-    if isinstance(inner, FilesystemStore) and not inner.exists():
+    """StoreError: `store` is a folder that does not exist, or layers of such, and so was never written."""
+    if not any(_may_hold(layer) for layer in _layers(store)):
         raise StoreError(f"store {store.url}: there is no such folder; name another with --store; tuning makes it")
+
+
+def _layers(store: Store) -> list[Store]:
+    if isinstance(store, ReadOnlyStore):
+        return _layers(store.store)
+    return [*_layers(store.local), *_layers(store.shared)] if isinstance(store, LayeredStore) else [store]
+
+
+def _may_hold(layer: Store) -> bool:
+    return not isinstance(layer, FilesystemStore) or layer.exists()
 
 
 def require_reached(store: Store) -> None:

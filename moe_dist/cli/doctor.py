@@ -12,7 +12,7 @@ import platform
 import torch
 
 from moe_dist.backends.registry import explain_backends
-from moe_dist.cli.checks import positive, why_not_kept
+from moe_dist.cli.checks import positive, store_url, why_not_kept
 from moe_dist.config import DEFAULT_MAX_NUM_TOKENS, ExpertConfig, MoEConfig, RoutingConfig
 from moe_dist.interop.hf_config import loadable, read_model
 from moe_dist.settings import default_store
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=positive, default=DEFAULT_MAX_NUM_TOKENS, help="the largest token count of a step (default 8192)"
     )
-    parser.add_argument("--store", help="folder or URL (default: $MOE_DIST_STORE, else the user's cache)")
+    parser.add_argument("--store", type=store_url, help="folder or URL (default: $MOE_DIST_STORE, else the user's cache)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,5 +82,6 @@ def _check_store(url: str) -> int:
     if reason is None:
         print(f"store {store.url}: written, read back and removed a value")
         return 0
-    print(f"store {store.url}: does not keep what is written ({reason}); tuning would last as long as its process")
+    lasts = "what is tuned would last as long as its process"
+    print(f"store {store.url}: does not keep what is written ({reason}); {lasts}: mend it, or name another with --store")
     return 1

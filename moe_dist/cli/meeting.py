@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -65,7 +66,14 @@ def exchange(mine: T, group: dist.ProcessGroup | None, ranks: RankSettings) -> l
 def _waiting(ranks: RankSettings, patience_s: float, say: Callable[[str], None]) -> Iterator[None]:
     where = f"rank {ranks.rank} waits for all {ranks.world_size} ranks to meet at {ranks.meet_at}"
 
+    started = time.monotonic()
+
     def in_vain(why: str) -> str:
+        if (took_s := time.monotonic() - started) < 0.9 * patience_s:  # no wait: it failed
+            return (
+                f"rank {ranks.rank}: the {ranks.world_size} ranks could not meet at {ranks.meet_at}: torch gave up after {took_s:.0f} s ({why}); "
+                "start the whole job again: ranks that a launcher has restarted torch does not always bring together"
+            )
         return (
             f"rank {ranks.rank}: the {ranks.world_size} ranks did not meet at {ranks.meet_at} within {patience_s:g} s ({why}); {_WAY_OUT}; "
             "--cap gives them longer"

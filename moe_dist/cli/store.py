@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from moe_dist.cli.checks import quiet_stores, require_reached, require_there
+from moe_dist.cli.checks import quiet_stores, require_reached, require_there, store_url
+from moe_dist.config import summarize
 from moe_dist.distributed.epoch import EPOCHS
 from moe_dist.errors import ConfigError, StoreError
 from moe_dist.settings import default_store
@@ -17,10 +18,11 @@ from moe_dist.stores.base import KEY, Store
 from moe_dist.stores.codec import Malformed, decode_entry, decode_epoch
 from moe_dist.stores.open import open_store
 from moe_dist.tuning.identity import ENTRIES
-from moe_dist.tuning.problem import Winner, unpack
+from moe_dist.tuning.problem import Bucket, Winner, unpack
 
 HELP = "list, show and remove what a store holds"
 FOLDERS = (ENTRIES, EPOCHS)
+_PROBLEMS = 3  # of an epoch that its line names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_store(parser: argparse.ArgumentParser, *, default: str | None) -> None:
-    parser.add_argument("--store", default=default, help="folder or URL (default: $MOE_DIST_STORE, else the user's cache)")
+    parser.add_argument("--store", type=store_url, default=default, help="folder or URL (default: $MOE_DIST_STORE, else the user's cache)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"`store {arguments.action}` was given a URL where a key belongs; did you mean --store?")
         if not KEY.fullmatch(name.rstrip("/")) and (meant := _store_meant([name])):
             raise ConfigError(f"{name!r} is no key{meant}")
-    store = open_store(arguments.store or default_store())
+    store = open_store(arguments.store or default_store(), upkeep=False)
     try:
         try:
             require_there(store)
@@ -117,21 +119,37 @@ def _line(key: str, value: bytes) -> str:
     try:
         if key.startswith(f"{EPOCHS}/"):
             epoch, entries = decode_epoch(value)
-            return f"epoch {epoch.number} of {epoch.deployment!r}: {len(epoch.winners)} winners, {len(entries)} entries"
+            problems = sorted({_problem(_plain(unpack(packed))) for packed in {cell.problem.packed for cell in epoch.winners}})
+            tuned = " | ".join(problems[:_PROBLEMS]) + (f" and {more} more" if (more := len(problems) - _PROBLEMS) > 0 else "")
+            counts = f"{len(epoch.winners)} winners, {len(entries)} entries"
+            return f"epoch {epoch.number} of {epoch.deployment!r}: {counts}{': ' if tuned else ''}{tuned}"
         entry = decode_entry(value)
     except Malformed as error:
         return f"(unreadable: {error})"
     cell = _plain(unpack(entry.key))["cell"]
     default_us = f"{entry.default_time.median_us:.1f} us" if entry.default_time else "fails"
     times = f"{entry.tactic} {entry.time.median_us:.1f} us, default {entry.default} {default_us}"
-    return f"{cell['problem']['operation']} {cell['mode']} tokens {cell['bucket']['low']}-{cell['bucket']['high']}: {times}"
+    return f"{_problem(cell['problem'])}; {cell['mode']} tokens {Bucket(**cell['bucket'])}: {times}"
+
+
+def _problem(plain: dict[str, Any]) -> str:
+    """A problem in a line: a layer's as `tune` heads it, what else there may be by its fields."""
+    operation, fields = plain["operation"], plain["fields"] or {}
+    try:
+        words = summarize(fields) + (", routed" if fields["routed"] else "")
+    except (KeyError, TypeError):
+        words = ", ".join(f"{name} {value}" for name, value in dict(fields).items() if not isinstance(value, (dict, list)))
+    return f"{operation} {words}".rstrip()
 
 
 def _content(key: str, value: bytes) -> Any:
     try:
         if key.startswith(f"{EPOCHS}/"):
             epoch, entries = decode_epoch(value)
-            winners = [{"cell": str(cell), **_winner(winner)} for cell, winner in epoch.winners.items()]
+            said = {packed: _problem(_plain(unpack(packed))) for packed in {cell.problem.packed for cell in epoch.winners}}
+            winners = [
+                {"cell": str(cell), "problem": said[cell.problem.packed], **_winner(winner)} for cell, winner in epoch.winners.items()
+            ]
             return {
                 "number": epoch.number,
                 "deployment": epoch.deployment,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from moe_dist.backends.base import MoEProblem
 from moe_dist.backends.registry import usable_backends
-from moe_dist.cli.checks import positive, quiet_stores, require_writable, why_not_kept
+from moe_dist.cli.checks import positive, quiet_stores, require_writable, store_url, why_not_kept
 from moe_dist.cli.hosting import Hosted
 from moe_dist.cli.meeting import exchange, meet
 from moe_dist.cli.tune_report import Progress, TuneResult, count_diverged, print_summary, print_totals, write_json
@@ -38,7 +39,7 @@ from moe_dist.settings import RankSettings, default_store, job_settings, rank_se
 from moe_dist.stores.base import Store
 from moe_dist.stores.layered import ReadOnlyStore, shared_layer
 from moe_dist.stores.open import open_store
-from moe_dist.tuning.pass_terms import ProgressEvent
+from moe_dist.tuning.pass_terms import BUDGET_ENDED, ProgressEvent
 from moe_dist.tuning.policy import OBJECTIVES, POLICIES, STRATEGIES, MeasurementPolicy
 from moe_dist.tuning.problem import BucketLadder, ProbeSpec, digest
 from moe_dist.tuning.tuner import Tuner
@@ -70,13 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of probes and random weights (default 0)")
     parser.add_argument("--budget", type=_seconds, help="seconds to measure in, shared evenly by the buckets (default: no limit)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--store", help="folder or URL of the results (default: $MOE_DIST_STORE, else the user's cache)")
+    parser.add_argument("--store", type=store_url, help="folder or URL of the results (default: $MOE_DIST_STORE, else the user's cache)")
     parser.add_argument("--no-write", action="store_true", help="take winners from the store and publish none")
     parser.add_argument("--deployment", default="default", help="whose epochs these are (default 'default')")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here; of several groups, the first one's")
     timeout, cap = (f"(default {limit.total_seconds():g})" for limit in (PROGRESS_TIMEOUT, CAP))
     parser.add_argument(
-        "--progress-timeout", type=_seconds, default=PROGRESS_TIMEOUT, help=f"seconds without progress: a rank is lost {timeout}"
+        "--progress-timeout", type=_seconds, help=f"seconds without progress: a rank is lost {timeout}, or --cap where that is less"
     )
     parser.add_argument(
         "--cap", type=_seconds, default=CAP, help=f"seconds that ranks wait to meet, and that one pass may take in all {cap}"
@@ -111,7 +112,9 @@ class TuneJob:
     shape: ModelShape
     problem: MoEProblem
     ladder: BucketLadder
+    probe: ProbeSpec
     policy: MeasurementPolicy
+    progress_timeout: timedelta
     device: torch.device
     store_url: str  # may hold a password; `store.url` doesn't
     store: Store
@@ -160,12 +163,14 @@ def plan_job(arguments: argparse.Namespace, ranks: RankSettings) -> TuneJob:
     )
     layout = Layout(tp=arguments.tp, ep=arguments.ep, pp=arguments.pp, dp=arguments.dp)
     if ranks.world_size != layout.world_size:
-        raise ConfigError(
-            f"{layout} needs {layout.world_size} ranks, but {ranks.world_size} {'were' if ranks.world_size > 1 else 'was'} started; "
-            f"use torchrun --nproc-per-node {layout.world_size} -m moe_dist.tune"
-        )
+        raise ConfigError(_why_no_fit(layout, ranks.world_size))
+    probe = ProbeSpec(routing=arguments.routing, seed=arguments.seed)
     policy = MeasurementPolicy(arguments.policy)
     policy.modes(arguments.device)
+    progress_timeout: timedelta = arguments.progress_timeout or min(PROGRESS_TIMEOUT, arguments.cap)
+    if progress_timeout > arguments.cap:
+        said = f"--progress-timeout {progress_timeout.total_seconds():g} exceeds --cap {arguments.cap.total_seconds():g}"
+        raise ConfigError(f"{said}, which would end every pass first; raise --cap, or lower --progress-timeout")
     if ranks.rank == 0:
         require_writable(arguments.json)
     problem = MoEProblem.of(config, routed=arguments.routed)
@@ -178,11 +183,24 @@ def plan_job(arguments: argparse.Namespace, ranks: RankSettings) -> TuneJob:
         shape=shape,
         problem=problem,
         ladder=ladder,
+        probe=probe,
         policy=policy,
+        progress_timeout=progress_timeout,
         device=device,
         store_url=store_url,
         store=open_store(store_url),
         layout=layout,
+    )
+
+
+def _why_no_fit(layout: Layout, started: int) -> str:
+    needed, (times, left) = layout.world_size, divmod(started, layout.world_size)
+    wider = ""
+    if not left:
+        wider = f"for all {started} give --ep {layout.ep * times} or --tp {layout.tp * times}, or --dp {layout.dp * times} to tune replicas apart; or "
+    return (
+        f"{layout} needs {needed} rank{'s' * (needed > 1)}, but {started} {'were' if started > 1 else 'was'} started; "
+        f"{wider}use torchrun --nproc-per-node {needed} -m moe_dist.tune"
     )
 
 
@@ -211,7 +229,7 @@ def _why_not_kept(job: TuneJob, result: TuneResult) -> str | None:
         return "memory: lasts as long as its process"
     if isinstance(job.store, ReadOnlyStore):
         return "--no-write" if job.arguments.no_write else "the store is read-only"
-    if not result.reports:
+    if not result.has_winners:
         return None
     last, store = result.reports[-1], open_store(job.store_url)  # anew: this process's own sees also what its medium did not take
     try:
@@ -222,6 +240,30 @@ def _why_not_kept(job: TuneJob, result: TuneResult) -> str | None:
             return shared.degraded or f"epoch {last.epoch} is not there"
     finally:
         store.close()
+
+
+def _why_short(job: TuneJob, result: TuneResult) -> str | None:
+    """Which cells have no winner since the budget ended, and a budget that would do; None: all were timed, or failed."""
+    budget, passes = job.arguments.budget, []
+    for report in result.reports:
+        ended = {cell for cell, _, reason in report.rejected if reason == BUDGET_ENDED}
+        if untimed := sum(row.winner is None and row.cell in ended for row in report.rows):
+            passes.append((untimed, report.seconds if report.measured else 0.0))
+    if budget is None or not passes:
+        return None
+    # What ended had its first look at least, one sweep of all that a cell may take.
+    longest = max(seconds for _, seconds in passes)
+    enough = result.passes * longest * (1 + job.policy.rounds * job.policy.sweeps)
+    return (
+        f"{sum(untimed for untimed, _ in passes)} of {len(result.rows)} cells have no winner: the budget of {budget.total_seconds():g} s, an equal share "
+        f"for each of {result.passes} buckets, ended before a candidate was timed to the end; give {f'--budget {_rounded_up(enough)}' if enough else 'more'}, or none"
+    )
+
+
+def _rounded_up(number: float) -> int:
+    """To two digits."""
+    unit: int = 10 ** max(0, len(str(math.ceil(number))) - 2)
+    return math.ceil(number / unit) * unit
 
 
 def _device(kind: str, ranks: RankSettings) -> torch.device:
@@ -239,24 +281,29 @@ def run(arguments: argparse.Namespace) -> int:
     job = plan_job(arguments, rank_settings())
     with _signals() as interrupts:
         result = _tune(job, interrupts)
+    result.short = _why_short(job, result)
+    if result.short and not result.has_winners:
+        result.exit_code = result.exit_code or 1
     if not job.leads:
         return result.exit_code
     result.not_kept = _why_not_kept(job, result)
     if result.error:
         job.complain(result.error)
+    if result.short:
+        job.complain(result.short)
     if result.not_kept and job.store.url != "memory:" and not isinstance(job.store, ReadOnlyStore):
         job.complain(f"the winners are not kept in {job.store.url}: {result.not_kept}")
         result.exit_code = result.exit_code or 1
     if job.ranks.rank != 0:
         print_totals(result, sys.stdout)
         return result.exit_code
-    print_summary(job.problem.config, result, sys.stdout)
-    if arguments.json is not None:
+    if arguments.json is not None:  # first: whoever reads the summary may stop before its end
         try:
             write_json(arguments.json, job.shape, job.problem.config, arguments, result)
         except OSError as error:
             print(f"moe-dist: the results can't be written: {error}", file=sys.stderr)
-            return result.exit_code or 1
+            result.exit_code = result.exit_code or 1
+    print_summary(job.problem.config, result, sys.stdout)
     return result.exit_code
 
 
@@ -339,9 +386,7 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
                 if not job.leads:
                     job.complain(error)  # whoever speaks for its group may be long gone
                 raise
-            except (ConfigError, StoreError) as error:
-                if job.leads and job.ranks.rank != 0:
-                    job.complain(error)  # rank 0's own end `main` says
+            except (ConfigError, StoreError):
                 if dist.is_initialized():
                     dist.destroy_process_group()  # all leave by this; a thread of gloo's that outlives Python aborts the process
                 raise
@@ -354,11 +399,11 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
                 strategy=arguments.strategy,
                 objective=arguments.objective,
                 ladder=job.ladder,
-                probe=ProbeSpec(routing=arguments.routing, seed=arguments.seed),
+                probe=job.probe,
                 budget=arguments.budget and arguments.budget / len(buckets),
                 deployment=job.deployment,
                 device=job.device,
-                progress_timeout=arguments.progress_timeout,
+                progress_timeout=job.progress_timeout,
                 cap=arguments.cap,
                 on_progress=on_progress,
             ) as tuner,
@@ -383,6 +428,8 @@ def _tune(job: TuneJob, interrupts: _Interrupts) -> TuneResult:
         number = interrupts.number  # a signal that was put off, while a peer left by its own
         result.error = str(error) if number is None else f"ended by {Interrupted(number)}"
         result.exit_code = 1 if number is None else 128 + number
+        if number is None and not job.leads and job.place.group[0] in error.ranks:
+            job.complain(error)  # whoever speaks for its group is gone
     except (MemoryError, torch.OutOfMemoryError) as error:
         # This rank's own end, which only it can tell of: peers say that it withdrew.
         print(f"moe-dist: rank {job.ranks.rank} ran out of memory: {first_line(error)}", file=sys.stderr)
@@ -408,5 +455,5 @@ def _hosted(job: TuneJob) -> Hosted | None:
     assert dist.group.WORLD is not None
     return Hosted(
         store_of(dist.group.WORLD), job.ranks.rank, job.ranks.rank // size, groups=ranks // size, ranks=ranks,
-        patience=job.arguments.cap, to_end=job.arguments.progress_timeout,
+        patience=job.arguments.cap, to_end=job.progress_timeout,
     )  # fmt: skip

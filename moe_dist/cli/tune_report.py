@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from moe_dist.config import MoEConfig
+from moe_dist.config import MoEConfig, summarize
 from moe_dist.interop.hf_config import ModelShape
 from moe_dist.tuning.pass_terms import ProgressEvent
 from moe_dist.tuning.tuner import PassReport, Row
@@ -28,6 +28,7 @@ from moe_dist.tuning.tuner import PassReport, Row
 class TuneResult:
     """How a run went. reports: of the committed passes, out of `passes`. diverged: keys whose winner differs between ranks;
     None: the run ended before ranks could compare. error: why it ended early. not_kept: why its winners outlive it nowhere.
+    short: why some cells have none.
     group: which of several groups, each with a result of its own; "": the only one."""
 
     ranks: int
@@ -39,11 +40,16 @@ class TuneResult:
     error: str | None = None
     exit_code: int = 0
     not_kept: str | None = None
+    short: str | None = None
     group: str = ""
 
     @property
     def rows(self) -> list[Row]:
         return [row for report in self.reports for row in report.rows]
+
+    @property
+    def has_winners(self) -> bool:
+        return any(row.winner is not None for row in self.rows)
 
     @property
     def measured(self) -> int:
@@ -87,6 +93,8 @@ class Progress:
             buckets = ", ".join(dict.fromkeys(str(row.cell.bucket) for row in report.rows))
             took = time.monotonic() - self._started
             line = f"{self._before} of {self._cells} cells, {took:.0f} s: {report.measured} candidates timed at {buckets} tokens"
+            if all(row.winner is None for row in report.rows):
+                line += ", none to the end"
             print(f"moe-dist: {line}", file=sys.stderr, flush=True)
 
 
@@ -120,13 +128,11 @@ def print_summary(config: MoEConfig, result: TuneResult, out: TextIO) -> None:
     console = Console(file=out, highlight=False)
     if not console.is_terminal:
         console.width = 200  # a log has no right margin
-    parallel = config.parallel
-    console.print(
-        f"{result.group}{result.group and ': '}{config.routing.num_experts} experts, top-{config.routing.top_k}, hidden {config.experts.hidden_size}, "
-        f"intermediate {config.experts.intermediate_size}, {config.quant.weight or config.quant.dtype}; tp {parallel.tp_size}, ep {parallel.ep_size}"
-    )
-    if result.rows:
-        console.print(table)
+    with console.capture() as shown:  # printed as all else is: where nobody reads, rich would end the process in its own way
+        console.print(f"{result.group}{result.group and ': '}{summarize(config.to_dict())}")
+        if result.rows:
+            console.print(table)
+    print(shown.get(), end="", file=out)
     print_totals(result, out)
 
 
@@ -148,7 +154,9 @@ def _totals(result: TuneResult) -> str:
         agreed = "one rank"
     if cells and result.measured == 0 and result.hits == cells:
         return f"measured nothing: all {cells} winners came from {result.store}; {agreed}; {result.seconds:.1f} s"
-    return f"measured {result.measured} candidates, {result.hits} hits of {cells}; {agreed}; {result.seconds:.1f} s; kept {place}"
+    short = f"{sum(row.winner is None for row in result.rows)} without a winner; " if result.short else ""
+    kept = f"kept {place}" if result.has_winners else "no winner to keep"
+    return f"measured {result.measured} candidates, {result.hits} hits of {cells}; {short}{agreed}; {result.seconds:.1f} s; {kept}"
 
 
 def write_json(path: Path, shape: ModelShape, config: MoEConfig, arguments: argparse.Namespace, result: TuneResult) -> None:
@@ -180,7 +188,6 @@ def write_json(path: Path, shape: ModelShape, config: MoEConfig, arguments: argp
         "seconds": round(result.seconds, 3),
         "error": result.error,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from moe_dist.cli.meeting import exchange
+from moe_dist.cli.meeting import exchange, meet
 from moe_dist.errors import RendezvousLost
 from moe_dist.settings import RankSettings
 
@@ -33,6 +35,20 @@ def test_a_wait_inside_torch_that_does_not_end_is_ended() -> None:
         "moe-dist: rank 1: the 2 ranks did not meet at 127.0.0.1:1 within 1 s (torch has not ended its wait by itself); start all of them "
         "together, as torchrun does: one that is started again alone is not taken back; --cap gives them longer"
     )
+
+
+def test_a_meeting_that_fails_at_once_is_no_wait_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed with [...] Connection refused\nframes of C++")
+
+    monkeypatch.setattr(dist, "init_process_group", refused)
+    ranks = RankSettings(rank=1, world_size=2, meet_at="host:1")
+    with pytest.raises(
+        RendezvousLost,
+        match=r"^rank 1: the 2 ranks could not meet at host:1: torch gave up after 0 s \(Gloo connectFullMesh failed with .* refused\); start the "
+        r"whole job again: ranks that a launcher has restarted torch does not always bring together$",
+    ):
+        meet(ranks, (0, 1), torch.device("cpu"), timedelta(minutes=20), print)
 
 
 def test_a_rank_that_is_gone_right_after_the_meeting_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,30 +1,19 @@
-"""The launcher: what it refuses before any rank works, what two real ranks write, and how a run ends early."""
+"""The launcher: what it refuses before any rank works, what becomes of its store, how ranks are laid out, and what a signal waits for."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
-from moe_dist.cli import meeting
 from moe_dist.cli.main import build_parser, main
-from moe_dist.cli.tune import Interrupted, _Interrupts, plan_job
+from moe_dist.cli.tune import Interrupted, _Interrupts, _rounded_up, plan_job
 from moe_dist.errors import ConfigError, UnsupportedBackend
 from moe_dist.settings import RankSettings
 from moe_dist.stores.codec import decode_epoch
@@ -33,27 +22,7 @@ from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.tuning.adoption import choose_committed
 from moe_dist.tuning.problem import digest
 
-ROOT = Path(__file__).parents[2]
-MODEL = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 64,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "hidden_act": "silu",
-    "torch_dtype": "float32",
-}
 WRITE = FilesystemStore._write
-DEADLINE_S = 120.0  # of a whole run on a busy machine; a hang is longer
-pytestmark = pytest.mark.timeout(300)  # some tests make two runs
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    return str(tmp_path / "config.json")
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -63,14 +32,33 @@ def parsed(*arguments: str) -> argparse.Namespace:
 # -- refused before any rank starts work ---------------------------------------------------------------------------------
 
 REFUSED: list[tuple[list[str], int, str]] = [
-    (["--model", "qwen3-31b"], 1, "unknown model 'qwen3-31b'; close names: qwen3-30b-a3b"),
+    (["--model", "qwen3-31b"], 1, "unknown model 'qwen3-31b', and no such file or folder in /.+; close names: qwen3-30b-a3b"),
     (["--model", "olmoe-1b-7b", "--ep", "3"], 3, r"num_experts 64 is not divisible by ep_size 3; .*--allow-uneven"),
     (["--model", "olmoe-1b-7b", "--tp", "3"], 3, "intermediate_size 1024 is not divisible by tp_size 3"),
     (["--model", "olmoe-1b-7b", "--ep", "2"], 1, r"--tp 1 x --ep 2 needs 2 ranks, but 1 was started; use torchrun --nproc-per-node 2"),
-    (["--model", "olmoe-1b-7b", "--ep", "2"], 4, r"needs 2 ranks, but 4 were started"),
+    (
+        ["--model", "olmoe-1b-7b", "--ep", "2"],
+        3,
+        r"--ep 2 needs 2 ranks, but 3 were started; use torchrun --nproc-per-node 2 -m moe_dist.tune$",
+    ),
+    (
+        ["--model", "olmoe-1b-7b"],
+        2,
+        r"^--tp 1 x --ep 1 needs 1 rank, but 2 were started; for all 2 give --ep 2 or --tp 2, or --dp 2 to tune replicas "
+        r"apart; or use torchrun --nproc-per-node 1 -m moe_dist.tune$",
+    ),
+    (["--model", "olmoe-1b-7b", "--ep", "2"], 4, r"but 4 were started; for all 4 give --ep 4 or --tp 2, or --dp 2 to tune"),
     (["--model", "olmoe-1b-7b", "--policy", "cuda_graph"], 1, "policy 'cuda_graph' needs a CUDA device, not 'cpu'; choose 'eager'"),
     (["--model", "phi-3.5-moe"], 1, "sparsemixer.*--routed"),
     (["--model", "olmoe-1b-7b", "--json", "."], 1, "--json '.' is a folder; name a file"),
+    (["--model", "olmoe-1b-7b", "--seed", "-1"], 1, "^the seed of probes is -1; choose one from 0 to 4294967295$"),
+    (
+        ["--model", "olmoe-1b-7b", "--cap", "10", "--progress-timeout", "60"],
+        1,
+        "^--progress-timeout 60 exceeds --cap 10, which would end every pass first; raise --cap, or lower --progress-timeout$",
+    ),
+    (["--model", "olmoe-1b-7b", "--progress-timeout", "1201"], 1, "^--progress-timeout 1201 exceeds --cap 1200, "),
+    (["--model", "olmoe-1b-7b", "--seed", "4294967296"], 1, "^the seed of probes is 4294967296; choose one from 0 to 4294967295$"),
 ]
 
 
@@ -78,6 +66,14 @@ REFUSED: list[tuple[list[str], int, str]] = [
 def test_wrong_arguments_are_refused(arguments: list[str], world_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_job(parsed(*arguments), RankSettings(world_size=world_size))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds"), [("", 60), ("--cap 10", 10), ("--cap 10 --progress-timeout 10", 10), ("--progress-timeout 1200", 1200)]
+)
+def test_no_rank_is_waited_for_past_the_cap(arguments: str, seconds: int) -> None:
+    job = plan_job(parsed("--model", "olmoe-1b-7b", "--store", "memory:", *arguments.split()), RankSettings())
+    assert job.progress_timeout.total_seconds() == seconds
 
 
 @pytest.mark.parametrize(
@@ -91,8 +87,11 @@ def test_wrong_arguments_are_refused(arguments: list[str], world_size: int, mess
         (["--model", "m", "--cap", "-1"], "argument --cap: '-1' is no number of seconds above 0"),
         (["--model", "m", "--dtype", "bf61"], "argument --dtype: invalid choice: 'bf61'"),
         ([], "the following arguments are required: --model"),
-        (["--model", "m", "--frob", "3"], "^unrecognized arguments: --frob 3"),
-        (["--model", "m", "--progress", "3"], "^unrecognized arguments: --progress 3"),  # a flag is written out
+        (["--model", "m", "--frob", "3"], "^unknown flag --frob"),
+        (["--model", "m", "--progress", "3"], r"^unknown flag --progress; did you mean --progress-timeout\?"),  # a flag is written out
+        (["--modle", "x"], r"^unknown flag --modle; did you mean --model\?"),  # not that --model is missing
+        (["--model", "m", "--sede=3"], r"^unknown flag --sede; did you mean --seed\?"),
+        (["--model", "m", "stray"], "^unrecognized arguments: stray"),
     ],
 )
 def test_unparsable_arguments_are_refused(arguments: list[str], message: str) -> None:
@@ -126,14 +125,19 @@ def test_store_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert not said.out
 
 
-UNUSABLE = ["/proc/nosuch", "read-only:redis://:secret@{dead}/0", "redis://:secret@{dead}/0", "layered:/tmp,redis://{dead}/0"]
+UNUSABLE = [
+    "/proc/nosuch",
+    "read-only:redis://:secret@127.0.0.1:1/0",
+    "redis://:secret@127.0.0.1:1/0",
+    "layered:/tmp,redis://127.0.0.1:1/0",
+]
 
 
 @pytest.mark.parametrize("url", UNUSABLE)
 def test_a_store_that_keeps_nothing_is_refused_before_anything_is_measured(
     url: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url = url.replace("/tmp", str(tmp_path / "local")).format(dead=f"127.0.0.1:{free_port()}")
+    url = url.replace("/tmp", str(tmp_path / "local"))
     assert main(["tune", "--device", "cpu", "--model", model, "--buckets", "1", "--store", url]) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -147,8 +151,42 @@ def test_memory_is_a_store_that_was_asked_for(model: str, capsys: pytest.Capture
     assert "kept nowhere (memory: lasts as long as its process)" in capsys.readouterr().out
 
 
+def test_a_budget_that_ends_before_anything_is_timed_is_no_success(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every pass has its first look, and the budget is over: nothing wins, and no epoch hides one that has winners."""
+    asked = ["tune", "--device", "cpu", "--model", model, "--buckets", "1,2", "--store", str(tmp_path / "store")]
+    assert main([*asked, "--budget", "1e-5"]) == 1
+    said = capsys.readouterr()
+    assert re.search(r"^moe-dist: 1 of 2 cells, \d+ s: [1-9]\d* candidates timed at 1 tokens, none to the end$", said.err, re.MULTILINE)
+    assert re.search(
+        r"^moe-dist: 2 of 2 cells have no winner: the budget of 1e-05 s, an equal share for each of 2 buckets, ended before a candidate was timed "
+        r"to the end; give --budget [1-9]\d*, or none$",
+        said.err,
+        re.MULTILINE,
+    )
+    assert re.search(
+        r"^measured [1-9]\d* candidates, 0 hits of 2; 2 without a winner; one rank; .* s; no winner to keep$", said.out, re.MULTILINE
+    )
+    assert FilesystemStore(tmp_path / "store").list("") == []
+    assert main([*asked, "--strategy", "reload", "--budget", "1e-5"]) == 1, "no time for any candidate"
+    said = capsys.readouterr()
+    assert re.search(r"^measured 0 candidates, 0 hits of 2; 2 without a winner; .*; no winner to keep$", said.out, re.MULTILINE)
+    assert "timed to the end; give more, or none\n" in said.err
+    assert main(asked) == 0
+    assert "without a winner" not in capsys.readouterr().out
+    assert len(FilesystemStore(tmp_path / "store").list("epochs")) >= 1
+
+
+@pytest.mark.parametrize(("number", "rounded"), [(0.2, 1), (7, 7), (99.5, 100), (101, 110), (1234, 1300)])
+def test_a_budget_is_rounded_up(number: float, rounded: int) -> None:
+    assert _rounded_up(number) == rounded
+
+
 def test_a_store_that_dies_while_tuning_costs_the_exit_code_and_not_the_winners(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(FilesystemStore, "_write", _full_after_the_check)
     report = tmp_path / "report.json"
@@ -159,11 +197,16 @@ def test_a_store_that_dies_while_tuning_costs_the_exit_code_and_not_the_winners(
     assert said.out.rstrip().endswith("kept nowhere (epoch 2 is not there)")
     assert f"moe-dist: the winners are not kept in file://{tmp_path / 'store'}: epoch 2 is not there" in said.err
     assert json.loads(report.read_text())["not_kept"] == "epoch 2 is not there"
+    url = f"file://{tmp_path / 'store'}"
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("moe_dist")] == [
+        f"store {url}: no space left. Going on in memory: what it does not take before this process ends is lost.",
+        f"epoch 1 could not be published to {url}: nobody can join until it is, or a later one",  # and not for every bucket
+    ]
 
 
 def _full_after_the_check(store: FilesystemStore, key: str, value: bytes) -> None:
     if not key.startswith("doctor/"):
-        raise Unavailable("no space left")
+        raise Unavailable("no space left.")
     WRITE(store, key, value)
 
 
@@ -183,49 +226,14 @@ def test_buckets(text: str, bounds: tuple[int, ...]) -> None:
 
 def test_results_that_could_not_be_written_are_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for place in (str(tmp_path / "file"), "/proc/nosuch/deep"):  # root may write everywhere, and still not there
-        with pytest.raises(ConfigError, match=rf"--json '{place}/out.json' can't be written: '.+': .+; name another place"):
+    for place, why in (
+        (str(tmp_path / "file"), f": the folder '{tmp_path}/file' is no folder; make it, or name another place"),
+        (f"{tmp_path}/new/folder", f": the folder '{tmp_path}/new/folder' does not exist; make it, or name another place"),
+        ("/proc", " can't be written: '/proc/out.json': .+; name another place"),  # root may write everywhere, and still not there
+    ):
+        with pytest.raises(ConfigError, match=f"--json '{place}/out.json'{why}"):
             plan_job(parsed("--model", "olmoe-1b-7b", "--json", f"{place}/out.json"), RankSettings())
-    plan_job(parsed("--model", "olmoe-1b-7b", "--json", str(tmp_path / "new/folder/out.json")), RankSettings())
     assert not (tmp_path / "new").exists()
-
-
-def test_sigterm_ends_a_rank_that_waits_for_its_peers_to_start(model: str) -> None:
-    environ = environment(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    lone = subprocess.Popen(
-        [sys.executable, "-m", "moe_dist.tune", "--device", "cpu", "--model", model, "--ep", "2"], env=environ, stderr=subprocess.PIPE
-    )
-    try:
-        with socket.socket() as probe:  # its rendezvous server listens: it waits inside the start of the process group
-            until(lambda: probe.connect_ex(("127.0.0.1", int(environ["MASTER_PORT"]))) == 0, [lone], "the rendezvous")
-        lone.terminate()
-        assert lone.wait(timeout=30.0) == -signal.SIGTERM
-    finally:
-        lone.kill()
-        lone.communicate()
-
-
-# With a launcher's store, as where it is a single rank that was started again, and by hand, where rank 0 serves it.
-@pytest.mark.parametrize(("rank", "launched"), [(1, True), (0, False)])
-def test_a_rank_whose_peers_do_not_come_says_where_it_waits_and_what_to_do(
-    rank: int, launched: bool, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(meeting, "_SAID_AFTER_S", 0.1)
-    port = free_port()
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if launched else None
-    here = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in (here | ({"TORCHELASTIC_USE_AGENT_STORE": "True"} if launched else {})).items():
-        monkeypatch.setenv(name, str(value))
-    assert main(["tune", "--device", "cpu", "--model", model, "--ep", "2", "--store", "memory:", "--cap", "1"]) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == f"moe-dist: rank {rank} waits for all 2 ranks to meet at 127.0.0.1:{port}; it gives up after 1 s"
-    assert re.fullmatch(
-        rf"moe-dist: rank {rank}: the 2 ranks did not meet at 127\.0\.0\.1:{port} within 1 s \(.+\); start all of them together, as torchrun "
-        "does: one that is started again alone is not taken back; --cap gives them longer",
-        said[1],
-    )
-    assert len(said) == 2
-    del store
 
 
 def test_a_stage_and_a_replica_are_groups_of_their_own() -> None:
@@ -248,7 +256,7 @@ def test_ranks_that_cut_an_expert_are_neighbours() -> None:
 def test_another_model_s_winners_stay_in_the_deployment_beside_these(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # A group of one, in this process: the same passes, with nobody to wait for.
     other = tmp_path / "other.json"
-    other.write_text(json.dumps(MODEL | {"num_experts": 4}))
+    other.write_text(json.dumps(json.loads(Path(model).read_text()) | {"num_experts": 4}))
     store = FilesystemStore(tmp_path / "store")
     problems = set()
     for which in (model, str(other)):
@@ -278,298 +286,3 @@ def test_a_signal_between_commit_and_report_waits_for_the_report_and_a_second_do
         interrupts(signal.SIGTERM, None)
     with pytest.raises(Interrupted, match="SIGTERM"):
         _Interrupts()(signal.SIGTERM, None)
-
-
-# -- real ranks ----------------------------------------------------------------------------------------------------------
-
-
-def environment(**changes: str) -> dict[str, str]:
-    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"} | changes
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def started(
-    arguments: list[str], size: int = 2, stderr: Callable[[int], int] = lambda rank: subprocess.PIPE, launched: bool = False
-) -> Iterator[list[Any]]:
-    """`size` ranks without a launcher, so that each one's exit code and output can be told apart. launched: what a launcher does for them
-    is done: the store by which they meet outlives each of them."""
-    port = str(free_port())
-    store = TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False) if launched else None
-    launcher = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"} if launched else {}
-    ranks: list[Any] = []
-    for rank in range(size):
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "moe_dist.tune", "--device", "cpu", *(each.replace("$RANK", str(rank)) for each in arguments)],
-                env=environment(
-                    RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **launcher
-                ),
-                stdout=subprocess.PIPE,
-                stderr=stderr(rank),
-                text=True,
-                process_group=ranks[0].pid if ranks else 0,  # one, so that one kill reaches all in the same moment
-            )
-        )
-    try:
-        yield ranks
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-        del store
-
-
-def until(what: Callable[[], object], ranks: list[Any], name: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < deadline, f"{name} did not happen in {DEADLINE_S} s"
-        assert all(process.poll() is None for process in ranks), (
-            f"a rank ended before {name}: {[process.communicate() for process in ranks]}"
-        )
-        time.sleep(0.02)
-
-
-def torchrun(*arguments: str, size: int = 2) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    return [*launcher, "-m", "moe_dist.tune", "--device", "cpu", *arguments]
-
-
-def test_torchrun_tunes_and_replicas_measure_nothing_again(model: str, tmp_path: Path) -> None:
-    """The second run is of two replicas, each a group of its own that takes what the first published."""
-    summaries = []
-    for run in (1, 2):
-        report = tmp_path / f"out/{run}.json"
-        arguments = [
-            "--model",
-            model,
-            "--ep",
-            "2",
-            "--dp",
-            str(run),
-            "--buckets",
-            "1,3",
-            "--store",
-            str(tmp_path / "store"),
-            "--json",
-            str(report),
-        ]
-        done = subprocess.run(
-            torchrun(*arguments, size=2 * run), env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        summaries.append((json.loads(report.read_text()), done.stdout))
-        lines = [line for line in done.stderr.splitlines() if "moe-dist" in line]
-        timed = ("1 of 2", "1 tokens"), ("2 of 2", "2-3 tokens")  # a line for each pass of the first run, by rank 0 alone; no bar
-        assert len(lines) == (2 if run == 1 else 0), done.stderr
-        assert all(begin in line and line.endswith(end) for line, (begin, end) in zip(lines, timed, strict=False)), lines
-    (first, said_first), (second, said_second) = summaries
-
-    assert (first["group"], first["ranks"], first["hits"], first["diverged"], first["error"]) == (None, 2, 0, 0, None)
-    assert first["measured"] > len(first["keys"])  # more candidates than the default alone
-    assert [(key["bucket"], key["mode"], key["source"]) for key in first["keys"]] == [
-        ([1, 1], "eager", "tuned"),
-        ([2, 3], "eager", "tuned"),
-    ]
-    assert all(key["winner_us"] > 0 and key["default_us"] > 0 for key in first["keys"])
-    assert said_first.count("tuned") == 2
-    assert f"measured {first['measured']} candidates, 0 hits of 2; no keys differ between 2 ranks" in said_first
-
-    assert (second["group"], second["ranks"], second["measured"], second["hits"], second["diverged"]) == ("replica 0", 2, 0, 2, 0)
-    assert {key["source"] for key in second["keys"]} == {"hit"}
-    chosen = [[(key["key"], key["winner"], key["winner_us"]) for key in summary["keys"]] for summary in (first, second)]
-    assert chosen[0] == chosen[1]
-    same = f"measured nothing: all 2 winners came from file://{tmp_path}/store; no keys differ between 2 ranks; "
-    assert sorted(line.partition(same)[0] for line in said_second.splitlines() if same in line) == ["replica 0: ", "replica 1: "]
-
-
-def test_every_rank_refuses_and_rank_0_alone_says_why() -> None:
-    with started(["--model", "olmoe-1b-7b", "--ep", "3"]) as ranks:
-        ends = [(process.communicate(timeout=DEADLINE_S), process.returncode) for process in ranks]
-    message = (
-        "moe-dist: num_experts 64 is not divisible by ep_size 3; choose an ep_size that divides it, or set uneven=True (--allow-uneven)\n"
-    )
-    assert ends == [(("", message), 2), (("", ""), 2)]
-
-
-def test_a_store_that_one_rank_alone_can_use_is_enough_and_none_is_refused_by_all(model: str, tmp_path: Path) -> None:
-    (tmp_path / "0").mkdir()
-    (tmp_path / "1").touch()  # the other host's disk is no folder
-    for url, codes in ((f"{tmp_path}/$RANK/store", [0, 0]), ("/proc/nosuch", [2, 2])):
-        with started(["--model", model, "--ep", "2", "--buckets", "1", "--store", url]) as ranks:
-            ends = [(process.communicate(timeout=DEADLINE_S), process.returncode) for process in ranks]
-        assert [code for _, code in ends] == codes, ends
-        if codes == [0, 0]:
-            assert f"kept in file://{tmp_path}/0/store" in ends[0][0][0], ends
-            assert "Not a directory" in ends[1][0][1], ends
-        else:
-            assert "moe-dist: store file:///proc/nosuch can't be used: " in ends[0][0][1], ends
-            assert ends[1][0][1] == "", ends
-
-
-MANY = ",".join(map(str, range(1, 101)))  # buckets: more than a run gets through before its signal
-
-
-def test_ranks_that_were_asked_for_different_models_refuse_before_anything_is_tuned(tmp_path: Path) -> None:
-    for rank, experts in enumerate((8, 4)):
-        (tmp_path / f"model-{rank}.json").write_text(json.dumps(MODEL | {"num_experts": experts}))
-    with started(["--model", str(tmp_path / "model-$RANK.json"), "--ep", "2", "--store", str(tmp_path / "store")]) as ranks:
-        said = [process.communicate(timeout=DEADLINE_S)[1] for process in ranks]
-        assert [process.returncode for process in ranks] == [2, 2]
-    assert re.search(
-        r"moe-dist: the ranks were asked for different problems: rank 0: --model \S+model-0.json \(problem [0-9a-f]{8}\); "
-        r"rank 1: --model \S+model-1.json \(problem [0-9a-f]{8}\); give all of them the same model, in the same form",
-        said[0],
-    ), said
-    assert not list((tmp_path / "store").rglob("entries/*"))
-
-
-def test_no_write_tunes_and_leaves_the_store_as_it_was(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store, asked = tmp_path / "store", ["tune", "--device", "cpu", "--model", model, "--buckets", "1", "--policy", "eager"]
-    asked += ["--store", str(store)]
-    assert main([*asked, "--no-write"]) == 0
-    assert "kept nowhere (--no-write)" in capsys.readouterr().out
-    assert not store.exists()
-    assert main(asked) == 0
-    held = {path: path.read_bytes() for path in store.rglob("*+value")}
-    assert main([*asked, "--no-write"]) == 0
-    assert "measured nothing: all 1 winners came from read-only:file:" in capsys.readouterr().out
-    assert {path: path.read_bytes() for path in store.rglob("*+value")} == held
-
-
-def committed(store: Path) -> list[Path]:
-    return list((store / "epochs").glob("*/*+value")) if store.exists() else []
-
-
-def test_sigterm_ends_every_rank_and_keeps_what_was_committed(model: str, tmp_path: Path) -> None:
-    store, report = tmp_path / "store", tmp_path / "report.json"
-    arguments = ["--model", model, "--ep", "2", "--buckets", MANY, "--store", str(store), "--json", str(report)]
-    with started(arguments) as ranks:
-        until(lambda: len(committed(store)) > 1, ranks, "the second commit")  # the first one's pass is then over, and in the report
-        os.killpg(ranks[0].pid, signal.SIGTERM)
-        ends = [(process.communicate(timeout=30.0), process.returncode) for process in ranks]
-    assert [code for _, code in ends] == [128 + signal.SIGTERM] * 2
-    assert ends[0][0][1].endswith("\nmoe-dist: ended by SIGTERM\n")
-    assert all("candidates timed" in line for line in ends[0][0][1].splitlines()[:-1])
-    assert "moe-dist" not in ends[1][0][1]
-    summary = json.loads(report.read_text())
-    assert (summary["error"], summary["diverged"]) == ("ended by SIGTERM", None)
-    assert 1 <= len(summary["keys"]) < 100
-    assert f"{len(summary['keys'])} of 100 buckets were committed and stay" in ends[0][0][0]
-
-    # A new run finds all that was committed.
-    done = [*summary["keys"]]
-    again = ["--model", model, "--ep", "2", "--buckets", MANY, "--store", str(store), "--json", str(report)]
-    with started(again) as ranks:
-        until(lambda: len(committed(store)) > len(done), ranks, "a commit beyond the first run's")
-        os.killpg(ranks[0].pid, signal.SIGTERM)
-        for process in ranks:
-            process.communicate(timeout=30.0)
-    found = json.loads(report.read_text())["keys"][: len(done)]
-    assert [(key["key"], key["winner"], key["source"]) for key in found] == [(key["key"], key["winner"], "hit") for key in done]
-
-
-def processes_of(marker: str) -> list[int]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if marker in (folder / "cmdline").read_text() and int(folder.name) != os.getpid():
-                found.append(int(folder.name))
-    return found
-
-
-def test_ctrl_c_on_torchrun_ends_its_ranks(model: str, tmp_path: Path) -> None:
-    store, report = tmp_path / "store", tmp_path / "report.json"
-    arguments = ["--model", model, "--ep", "2", "--buckets", MANY, "--store", str(store), "--json", str(report)]
-    agent = subprocess.Popen(
-        torchrun(*arguments),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        until(lambda: committed(store), [agent], "the first commit")
-        os.killpg(agent.pid, signal.SIGINT)  # what a terminal does
-        agent.communicate(timeout=30.0)
-        assert agent.returncode != 0
-        # The agent tells its ranks one after the other: the first may leave before the second has heard.
-        assert re.search(r"ended by SIGINT|rank 1 left the pass: Interrupted: SIGINT", json.loads(report.read_text())["error"])
-        assert not processes_of(str(store))
-    finally:
-        for left in processes_of(str(store)):
-            os.kill(left, signal.SIGKILL)
-        agent.communicate()
-
-
-def test_survivor_of_a_killed_rank_ends_and_names_it(model: str, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    with started(["--model", model, "--ep", "2", "--buckets", MANY, "--store", str(store), "--progress-timeout", "3"]) as ranks:
-        until(lambda: len(committed(store)) > 1, ranks, "the second commit")  # the first one's pass is then over, and in the report
-        ranks[1].kill()
-        said, complained = ranks[0].communicate(timeout=60.0)
-        assert ranks[0].returncode == 1
-    assert "moe-dist: rank 1 lost in pass" in complained
-    assert "no progress for 3 s" in complained
-    assert "buckets were committed and stay" in said
-
-
-# launched: without a launcher rank 0 serves the rendezvous, and stays until the other group has ended.
-@pytest.mark.parametrize(("inside", "between", "name", "launched"), [("--ep", "--pp", "stage", True), ("--tp", "--dp", "replica", False)])
-def test_a_stage_and_a_replica_wait_for_no_other(model: str, tmp_path: Path, inside: str, between: str, name: str, launched: bool) -> None:
-    stores = [tmp_path / f"store-{rank}" for rank in range(4)]  # each rank's own: what group 1 commits is seen apart, and nobody reuses it
-    arguments = ["--model", model, inside, "2", between, "2", "--buckets", "1,2,3,4,5,6", "--store", f"{tmp_path}/store-$RANK"]
-    with started([*arguments, "--progress-timeout", "10"], size=4, launched=launched) as ranks:
-        until(lambda: committed(stores[0]) and committed(stores[2]), [], "the first commit of both groups")
-        ranks[3].kill()
-        said, complained = ranks[0].communicate(timeout=DEADLINE_S)
-        assert ranks[0].returncode == 0, complained
-        assert re.search(
-            rf"^{name} 0: 8 experts, top-2, (?s:.*)^{name} 0: measured \d+ candidates, 0 hits of 6; no keys differ between 2 ranks; .* kept in file:",
-            said,
-            re.MULTILINE,
-        )
-        theirs, complained = ranks[2].communicate(timeout=DEADLINE_S)
-        assert ranks[2].returncode in (0, 1), "its own group ends too, lost or done before"
-    assert "rendezvous" not in complained, "which outlives rank 0's group"
-    assert re.search(rf"^{name} 1: ", theirs)
-    assert (ranks[2].returncode == 1) == (f"moe-dist: {name} 1: " in complained), "rank 2 speaks for a group without rank 0"
-
-
-def test_four_ranks_tune_as_one_group_and_show_progress_on_the_terminal_of_rank_0_alone(tmp_path: Path) -> None:
-    """Experts shared out unevenly, and each cut in two: no two ranks hold the same."""
-    model = tmp_path / "seven.json"
-    model.write_text(json.dumps(MODEL | {"num_experts": 7}))
-    terminals = [os.openpty() for _ in range(4)]
-    shown = [bytearray() for _ in terminals]
-
-    def drain(rank: int) -> None:
-        # A terminal that nobody reads blocks its writer. Reading ends with an error when the last writer is gone.
-        with contextlib.suppress(OSError):
-            while piece := os.read(terminals[rank][0], 1 << 12):
-                shown[rank] += piece
-
-    arguments = ["--model", str(model), "--tp", "2", "--ep", "2", "--allow-uneven", "--buckets", "1,4", "--store", str(tmp_path / "store")]
-    with started(arguments, size=4, stderr=lambda rank: terminals[rank][1]) as ranks:
-        readers = [threading.Thread(target=drain, args=(rank,)) for rank in range(4)]
-        for (_, inside), reader in zip(terminals, readers, strict=True):
-            os.close(inside)
-            reader.start()
-        said = [process.communicate(timeout=DEADLINE_S)[0] for process in ranks]
-        codes = [process.returncode for process in ranks]
-    for (outside, _), reader in zip(terminals, readers, strict=True):
-        reader.join(DEADLINE_S)
-        os.close(outside)
-    assert codes == [0] * 4, shown
-    assert b"tokens, eager" in shown[0]
-    assert shown[1:] == [b""] * 3
-    assert said[0].startswith("7 experts, top-2, hidden 64, intermediate 32, fp32; tp 2, ep 2\n")
-    assert "0 hits of 2; no keys differ between 4 ranks" in said[0]
-    assert said[1:] == [""] * 3
