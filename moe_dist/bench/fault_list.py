@@ -20,13 +20,17 @@ UNTUNED = "agreed, untuned"  # no candidate was timed on all ranks, so all run t
 BY_GLOO = "served by gloo"  # no outcome of a fault: nothing that is served talks through shared memory
 KEPT = "agreed, not reloaded"  # all keep the epoch that they serve
 
+KILLED = "killed()"  # a culprit that dies without a word
+STOPPED = "stopped"  # a culprit that lives, and never goes on
+
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
     """phase: where it strikes. outcome: what all survivors must end with; errors are written `Type(culprit, ...)`.
 
     culprit: the rank it strikes. at: the step whose word the culprit is about to send when the fault strikes; "": it lies in
-    what the culprit was started with. gone: the culprit ends otherwise than the survivors do. deaths: earlier starts with the same fault.
+    what the culprit was started with. culprit_ends: what the culprit itself ends with; "": what all do. deaths: earlier starts with the
+    same fault.
     """
 
     phase: str
@@ -34,8 +38,13 @@ class Fault:
     outcome: str
     culprit: int = 1
     at: str = ""
-    gone: bool = False
+    culprit_ends: str = ""
     deaths: int = 0
+
+    @property
+    def gone(self) -> bool:
+        """The culprit is no survivor."""
+        return bool(self.culprit_ends)
 
     @property
     def on_server(self) -> bool:
@@ -49,8 +58,13 @@ class Fault:
 
     @property
     def starts_again(self) -> bool:
-        """The culprit is killed, and alone started again."""
+        """The culprit is killed, and alone started again; then all ranks meet with new tuners, on the same rendezvous."""
         return self.name.startswith("restarted alone")
+
+    @property
+    def from_the_start(self) -> bool:
+        """It matters from the first word of the ranks on, in which they adopt the epoch to serve."""
+        return self.name == "store not shared"
 
     @property
     def patience_s(self) -> float:
@@ -72,16 +86,16 @@ def _faults() -> tuple[Fault, ...]:
     everywhere = []
     for phase, at in STEPS.items():
         everywhere += [
-            Fault(phase, "killed", "RankLost(1)", 1, at, gone=True),
-            Fault(phase, "leader killed", "RankLost(0)", 0, at, gone=True),
-            Fault(phase, "restarted alone", "RankLost(1)", 1, at, gone=True),
-            Fault(phase, "restarted alone with another release", "RankLost(1)", 1, at, gone=True),
-            Fault(phase, "stopped", "RankLost(1)", 1, at, gone=True),
+            Fault(phase, "killed", "RankLost(1)", 1, at, culprit_ends=KILLED),
+            Fault(phase, "leader killed", "RankLost(0)", 0, at, culprit_ends=KILLED),
+            Fault(phase, "restarted alone", f"RankLost(1), then {AGREED}", 1, at, culprit_ends=KILLED),
+            Fault(phase, "restarted alone with another release", "RankLost(1), then SettingsDiffer(1)", 1, at, culprit_ends=KILLED),
+            Fault(phase, "stopped", "RankLost(1)", 1, at, culprit_ends=STOPPED),
             Fault(phase, "stopped and continued", AGREED, 1, at),
             Fault(phase, "stopped, lost, then continued", "RankLost(1)", 1, at),
             Fault(phase, "late", AGREED, 1, at),
-            Fault(phase, "leaves by an exception", "RankWithdrawn(1)", 1, at, gone=True),
-            Fault(phase, "out of memory", "RankWithdrawn(1)", 1, at, gone=True),
+            Fault(phase, "leaves by an exception", "RankWithdrawn(1)", 1, at, culprit_ends="KeyError()"),
+            Fault(phase, "out of memory", "RankWithdrawn(1)", 1, at, culprit_ends="MemoryError()"),
             Fault(phase, "disk full", AGREED, 1, at),
             Fault(phase, "leader's disk full", AGREED, 0, at),
             # In a reload before the leader has read the epoch.
@@ -89,7 +103,7 @@ def _faults() -> tuple[Fault, ...]:
             Fault(phase, "another job publishes in between", AGREED, 1, at),
             Fault(phase, "two contexts at once", AGREED, 1, at),
             Fault(phase, "two passes at once", AGREED, 1, at),
-            Fault(phase, "a pass within a pass", "RankWithdrawn(1)", 1, at, gone=True),
+            Fault(phase, "a pass within a pass", "RankWithdrawn(1)", 1, at, culprit_ends="TunerStateError()"),
             Fault(phase, "late words of an old pass", AGREED, 1, at),
         ]
     return (
@@ -103,19 +117,19 @@ def _faults() -> tuple[Fault, ...]:
         Fault("measure", "out of memory for the probe", UNTUNED),
         Fault("measure", "raises in one tactic", AGREED),
         Fault("measure", "raises in all tactics", UNTUNED),
-        Fault("measure", "ends the process", "RankLost(1)", 1, RUN, gone=True),
+        Fault("measure", "ends the process", "RankLost(1)", 1, RUN, culprit_ends=KILLED),
         Fault("measure", "ended the process twice before", AGREED, 1, RUN, deaths=2),
-        Fault("measure", "killed for its memory", "RankLost(1)", 1, RUN, gone=True),
+        Fault("measure", "killed for its memory", "RankLost(1)", 1, RUN, culprit_ends=KILLED),
         Fault("measure", "killed for its memory twice before", AGREED, 1, RUN, deaths=2),
         Fault("measure", "slow but alive", AGREED),
-        Fault("measure", "killed in a collective", "RankLost(1)", 1, MEET, gone=True),
-        Fault("measure", "stopped in a collective", "RankLost(1)", 1, MEET, gone=True),
+        Fault("measure", "killed in a collective", "RankLost(1)", 1, MEET, culprit_ends=KILLED),
+        Fault("measure", "stopped in a collective", "RankLost(1)", 1, MEET, culprit_ends=STOPPED),
         Fault("measure", "late in a collective", AGREED, 1, MEET),
         Fault("measure", "raises in a collective", AGREED, 1, MEET),
         Fault("measure", "out of memory in a collective", AGREED, 1, MEET),
         Fault("commit", "no room for symmetric memory", "PassAborted(0)", 0, "reserve-bytes"),
-        Fault("commit", "leader killed after its word", "RankLost(0)", 0, "commit", gone=True),
-        Fault("commit", "leader killed after the commit", AGREED, 0, PUBLISH, gone=True),
+        Fault("commit", "leader killed after its word", "RankLost(0)", 0, "commit", culprit_ends=KILLED),
+        Fault("commit", "leader killed after the commit", AGREED, 0, PUBLISH, culprit_ends=KILLED),
         Fault("commit", "store killed before the epoch", AGREED, 0, EPOCH),
         Fault("reload", "other software version", KEPT),
         Fault("reload", "other GPU name", KEPT),

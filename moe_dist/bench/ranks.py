@@ -7,6 +7,7 @@ bench and tests import this.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -72,11 +73,13 @@ def wait_for(path: Path, timeout: float = 60.0) -> None:
     deadline = time.monotonic() + timeout
     while not path.exists():
         if time.monotonic() > deadline:
-            raise RankHangs(f"{path.name} did not appear in {timeout} s")
+            raise RankHangs(f"{path.name} did not appear in {timeout:.0f} s")
         time.sleep(0.005)
 
 
 def _main(function: Callable[..., Any], rank: Rank, args: tuple[Any, ...]) -> None:
+    # Torch asks for the name of the address that it connects to. Where no name server answers, this ends it after 1 s instead of 10.
+    os.putenv("RES_OPTIONS", "timeout:1 attempts:1")
     torch.set_num_threads(1)  # ranks share few cores: with a thread for each core in each rank they would wait for one another
     started = time.monotonic()
     try:
@@ -123,7 +126,8 @@ class Ranks:
         os.kill(pid, number)
 
     def kill(self, rank: int) -> None:
-        self.signal(rank, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself, and a start of another thread's has reaped it
+            self.signal(rank, signal.SIGKILL)
 
     def start_again(self, rank: int) -> None:
         """`rank` alone, once its process is dead, on the rendezvous that its peers wait at."""
@@ -140,7 +144,7 @@ class Ranks:
         process, path = self._processes[index], self.folder / f"outcome-{index}"
         process.join(max(0.0, deadline))
         if process.is_alive():
-            raise RankHangs(f"rank {index} hangs: still running at its deadline")
+            raise RankHangs(f"rank {index} still runs at its deadline")
         outcome: Outcome = pickle.loads(path.read_bytes()) if path.exists() else Outcome(error="killed")
         return outcome
 

@@ -83,13 +83,15 @@ def scaling_table(
     all steps. server_bytes: through the rendezvous, in and out. store_reads, store_bytes: values and bytes that all ranks read from the
     store. seconds: of one rank's work; how says whether by "processes" (waits and transfers included) or "simulated" (its own work alone).
     In the rows of one step: from the last rank's word to the end of the last rank's step, answers included, which is what is expected.
-    expected_s: seconds, the requests at `REQUESTS_PER_S` and all bytes at 10 Gbit/s, one after the other; holds: that is within limit_s.
+    expected_s: seconds, the requests at `REQUESTS_PER_S` and all bytes at 10 Gbit/s, one after the other; holds: that is within limit_s,
+    and so are the rounds of `reduce` and `shard` with their looks in vain: as many steps in which nobody is late.
     ConfigError: a number is out of range.
     """
     for name, numbers, least in (("ranks", ranks, 2), ("keys", keys, 1)):
         if (wrong := next((number for number in numbers if number < least), None)) is not None:
             raise ConfigError(f"{name} is {wrong}; scaling needs at least {least}")
     rows: list[dict[str, Any]] = []
+    steps = {(phase, size): simulate_step(size, phase) for size in ranks for phase in STEPS}
     for count in keys:
         for size in ranks:
             for phase, strategy in CASES:
@@ -106,16 +108,22 @@ def scaling_table(
                     how, (traffic, seconds) = (
                         ("processes", run_processes(size, count, phase)) if size <= PROCESSES else (how, simulate(size, count, phase))
                     )
-                rows.append(_row(phase, strategy, size, count, how, traffic, seconds))
+                looking_s = 0.0
+                if phase == TUNE and strategy != "reload":
+                    looking_s = count * rounds_of(strategy) * steps[ON_TIME, size][1]
+                rows.append(_row(phase, strategy, size, count, how, traffic, seconds, looking_s))
                 note(", ".join(f"{name} {value}" for name, value in rows[-1].items()))
     for size in ranks:
         for phase in STEPS:
-            rows.append(_row(phase, ANY, size, STEP_KEYS, "simulated", *simulate_step(size, phase)))
+            rows.append(_row(phase, ANY, size, STEP_KEYS, "simulated", *steps[phase, size]))
             note(", ".join(f"{name} {value}" for name, value in rows[-1].items()))
     return rows
 
 
-def _row(phase: str, strategy: str, size: int, count: int, how: str, traffic: Traffic, seconds: float) -> dict[str, Any]:
+def _row(
+    phase: str, strategy: str, size: int, count: int, how: str, traffic: Traffic, seconds: float, looking_s: float = 0.0
+) -> dict[str, Any]:
+    """looking_s: what its rounds take with looks in vain."""
     limit_s = count * TIMING_S if phase == TUNE or phase in STEPS else LIMIT_S
     answers_s = 0.0 if phase in STEPS else traffic.requests / REQUESTS_PER_S
     expected_s = seconds + answers_s + (traffic.server_bytes + traffic.store_bytes) / NETWORK_BYTES_PER_S
@@ -123,7 +131,7 @@ def _row(phase: str, strategy: str, size: int, count: int, how: str, traffic: Tr
         "phase": phase, "strategy": strategy, "ranks": size, "keys": count, "how": how, "requests": traffic.requests,
         "said_bytes": max(traffic.said), "read_bytes": max(traffic.read), "server_bytes": traffic.server_bytes,
         "store_reads": traffic.store_reads, "store_bytes": traffic.store_bytes, "seconds": round(seconds, 3),
-        "expected_s": round(expected_s, 3), "limit_s": limit_s, "holds": expected_s <= limit_s,
+        "expected_s": round(expected_s, 3), "limit_s": limit_s, "holds": max(expected_s, looking_s) <= limit_s,
     }  # fmt: skip
 
 

@@ -7,16 +7,35 @@ Owns the process and its folder, nothing of what a store keeps there. The binary
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_dist.errors import ConfigError
+
+# Linux's PR_SET_PDEATHSIG, which outlasts `exec`; whoever starts it may have died before it was set.
+_DIES_WITH_PARENT = """import ctypes, os, sys
+number, parent, *command = sys.argv[1:]
+ctypes.CDLL(None).prctl(1, int(number), 0, 0, 0)
+if os.getppid() == int(parent):
+    os.execvp(command[0], command)
+"""
+
+
+def dies_with_parent(command: Sequence[str], number: signal.Signals = signal.SIGKILL) -> list[str]:
+    """`command`, to be started by the thread that calls this: it is sent `number` when that thread ends, however it does. A process that is
+    killed runs no clean-up, and what it started would stay behind. Elsewhere than on Linux it does."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-ISc", _DIES_WITH_PARENT, str(int(number)), str(os.getpid()), *command]
 
 
 def find_binary() -> Path:
@@ -30,13 +49,16 @@ def find_binary() -> Path:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that a node of a cluster can have, too, which also listens 10,000 above it."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            if (port := int(probe.getsockname()[1])) <= 55535:
+                return port
 
 
 class RedisServer:
-    """A server process; a context manager. options: as on its command line. mode: "server" or "sentinel".
+    """A server process, which dies with the thread that started it; a context manager. options: as on its command line. mode: "server" or "sentinel".
 
     durable: what it has acknowledged outlives its death and lies there again after `start`; else it forgets everything.
     prefix: a command that runs the server elsewhere, such as in a network namespace; it is then asked through its socket.
@@ -74,9 +96,13 @@ class RedisServer:
                 command += ["--save", "", *kept, "--unixsocket", str(self.socket)]
             command += ["--logfile", str(self.folder / "log")]
             command += ["--requirepass", self.password] if self.password else []
-            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            if self._answers():
-                return self
+            self.process = subprocess.Popen(dies_with_parent(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            try:
+                if self._answers():
+                    return self
+            except BaseException:  # an interrupt, a test's time limit: nobody has it yet who would end it
+                self.stop()
+                raise
             self.stop()
         raise RuntimeError(f"no server after five attempts: {(self.folder / 'log').read_text()[-500:]}")
 

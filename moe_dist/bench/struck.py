@@ -42,7 +42,7 @@ from moe_dist.bench.fault_list import (
 from moe_dist.bench.ranks import Rank, wait_for
 from moe_dist.bench.scarcity import BEYOND_BYTES, exhaust_memory, fill_disk, limit_memory, mount_small_disk
 from moe_dist.bench.simulated import SimulatedOperation, SimulatedProbe
-from moe_dist.distributed.epoch import EPOCHS
+from moe_dist.distributed.epoch import EPOCHS, published
 from moe_dist.distributed.group import RankGroup
 from moe_dist.distributed.symmetric import Arena, Refused
 from moe_dist.errors import GroupError, TunerStateError, TuningError
@@ -51,7 +51,7 @@ from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.stores.redis import RedisStore
 from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.problem import BucketLadder, ProbeSpec, Tactic
-from moe_dist.tuning.tuner import Tuner
+from moe_dist.tuning.tuner import PassReport, Tuner
 
 PATIENCE_S = 2.0  # of a collective call
 SMALL_DISK_BYTES = 512 << 10
@@ -179,13 +179,51 @@ def _store_of(rank: Rank, fault: Fault | None, url: str) -> Store:
     return FilesystemStore(folder)
 
 
+def serves(rank: int) -> str:
+    """The mark of a rank that has adopted the epoch to serve from, before anything strikes."""
+    return f"serves-{rank}"
+
+
+def adopts(rank: int) -> str:
+    """The mark of a rank that is about to do so."""
+    return f"adopts-{rank}"
+
+
 def struck_rank(rank: Rank, fault: Fault | None, strategy: str, url: str) -> dict[str, Any]:
     """Without a fault: tune the problems "base", and leave. With one: adopt that epoch, meet the fault in a second pass or a reload,
-    and make a collective call by what is served then."""
-    if fault is not None and fault.starts_again and rank.index == fault.culprit and (rank.folder / "mark-struck").exists():
-        # Its second start: it claims its place, and its peers must learn it.
-        rank.group(version="another" if "another release" in fault.name else None)
-        return {}
+    and make a collective call by what is served then. Where one is started again alone, all then meet in a pass of new tuners."""
+    if fault is None or not fault.starts_again:
+        return _serve(rank, fault, strategy, url)
+    if rank.index == fault.culprit and (rank.folder / "mark-struck").exists():
+        return _meet_again(rank, strategy, url, version="another" if "another release" in fault.name else None)
+    try:
+        return _serve(rank, fault, strategy, url)
+    except GroupError as error:
+        (rank.folder / f"told-{rank.index}").write_text(f"{type(error).__name__}({', '.join(map(str, error.ranks))})")
+        (rank.folder / f"stored-{rank.index}").write_text(published(FilesystemStore(url), DEPLOYMENT)[0].table)
+    return _meet_again(rank, strategy, url)
+
+
+def _meet_again(rank: Rank, strategy: str, url: str, version: str | None = None) -> dict[str, Any]:
+    """A pass of the rank that was started again alone and its peers, over what needs no process group: torch's takes no rank back."""
+    group = rank.group(progress_timeout=DEADLINE_S / 2, cap=DEADLINE_S, version=version)
+    with _tuner(FilesystemStore(url), group, strategy) as tuner:
+        for name in ("base", "new"):
+            tuner.record(_operation(name, COSTS))
+        ending = _ending(tuner.run_pass())
+        return {"digest": tuner.epoch.digest, "ending": ending}
+
+
+def _tuner(store: Store, group: RankGroup, strategy: str) -> Tuner:
+    settings: dict[str, Any] = {"policy": POLICY, "ladder": LADDER, "deployment": DEPLOYMENT, "device": "cpu", "versions": {"foreign": "1"}}
+    return Tuner(store=store, group=group, strategy=strategy, **settings)
+
+
+def _ending(report: PassReport) -> str:
+    return UNTUNED if any(row.winner is None for row in report.rows) else AGREED
+
+
+def _serve(rank: Rank, fault: Fault | None, strategy: str, url: str) -> dict[str, Any]:
     store = _store_of(rank, fault, url)  # before torch starts threads
     client = TCPStore("127.0.0.1", rank.port, is_master=False, wait_for_workers=False)
     patience = timedelta(seconds=fault.patience_s if fault else PROGRESS_TIMEOUT_S)
@@ -193,8 +231,7 @@ def struck_rank(rank: Rank, fault: Fault | None, strategy: str, url: str) -> dic
     group = _StruckGroup(client, rank.index, rank.size, progress_timeout=patience, cap=cap)
     group.strike = lambda step: None
     dist.init_process_group("gloo", store=client, rank=rank.index, world_size=rank.size)
-    with Tuner(store=store, group=group, strategy=strategy, policy=POLICY, ladder=LADDER, deployment=DEPLOYMENT, device="cpu",
-               versions={"foreign": "1"}) as tuner:  # fmt: skip
+    with _tuner(store, group, strategy) as tuner:
         base, new = _reduction(8), _reduction(64)  # of more symmetric memory than is held
         objections: dict[str, str] = {}
         tuner.record(_operation("base", COSTS, objections=objections))
@@ -205,9 +242,12 @@ def struck_rank(rank: Rank, fault: Fault | None, strategy: str, url: str) -> dic
                 return {"digest": tuner.epoch.digest, "ending": BY_GLOO}
             if called != "served":
                 raise RuntimeError(f"without a fault a collective call was {called}")
-            return {"digest": tuner.epoch.digest, "ending": UNTUNED if any(row.winner is None for row in report.rows) else AGREED}
+            return {"digest": tuner.epoch.digest, "ending": _ending(report)}
+        rank.mark(adopts(rank.index))
         with remembered(group) as said:
-            tuner.reload()  # what is served while the fault strikes
+            if not tuner.reload():  # what is served while the fault strikes
+                raise AssertionError("there was no epoch to serve")
+        rank.mark(serves(rank.index))
         (rank.folder / f"served-{rank.index}").write_text(tuner.epoch.digest)
         costs = dict(COSTS)
         operation = _operation("new", costs)
@@ -233,7 +273,7 @@ def struck_rank(rank: Rank, fault: Fault | None, strategy: str, url: str) -> dic
             if fault.phase == "reload":
                 ending = AGREED if tuner.reload() else KEPT
             else:
-                ending = UNTUNED if any(row.winner is None for row in tuner.run_pass().rows) else AGREED
+                ending = _ending(tuner.run_pass())
             called = _call(rank, tuner, base if fault.phase == "reload" else new)
         except TuningError:
             called = _call(rank, tuner, base)

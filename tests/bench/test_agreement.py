@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import pytest
 
 from moe_dist.bench import agreement, faults, report, server
 from moe_dist.bench.fault_list import AGREED, BY_GLOO, DEADLINE_S, FAULTS, Fault
-from moe_dist.bench.ranks import Outcome
+from moe_dist.bench.ranks import Outcome, Rank, Ranks
+from moe_dist.bench.struck import struck_rank
 from moe_dist.cli import bench
 from moe_dist.cli.main import main
 from moe_dist.errors import ConfigError
+from moe_dist.tuning.tuner import Tuner
 
 
 def test_ranks_that_tune_apart_diverge_and_no_strategy_does() -> None:
@@ -70,6 +74,8 @@ def fault(phase: str, name: str) -> Fault:
         ("measure", "late in a collective", "shard"),
         ("commit", "restarted alone with another release", "reload"),
         ("measure", "out of memory", "shard"),
+        ("measure", "restarted alone", "shard"),
+        ("reload", "store not shared", "reduce"),
     ],
 )
 def test_a_fault_ends_as_it_must(phase: str, name: str, strategy: str, request: pytest.FixtureRequest) -> None:
@@ -85,6 +91,76 @@ def test_a_fault_ends_as_it_must(phase: str, name: str, strategy: str, request: 
         "agreed",
     ), row
     assert row["seconds"] <= row["deadline_seconds"] == DEADLINE_S
+
+
+def starts_slowly(seconds: float, rank: Rank, struck_by: Fault | None, *args: Any) -> dict[str, Any]:
+    if struck_by is not None and rank.index == 2:
+        time.sleep(seconds)
+    return struck_rank(rank, struck_by, *args)
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "start_s", "outcome", "less_s"),
+    [
+        (3.0, 60.0, "SettingsDiffer(1)", 3.0),  # from when all serve, which takes milliseconds
+        (3600.0, 0.5, "hang before the fault: mark-serves-0 did not appear in 0 s", 30.0),
+    ],
+)
+def test_what_a_start_takes_is_bounded_and_no_part_of_a_row(
+    takes_s: float, start_s: float, outcome: str, less_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "struck_rank", functools.partial(starts_slowly, takes_s))
+    monkeypatch.setattr(faults, "START_S", start_s)
+    (row,) = faults.fault_table([fault("agree", "other GPU name")], ["reduce"])
+    assert (row["outcome"], row["restart"]) == (outcome, "agreed")
+    assert row["seconds"] < less_s
+
+
+def never_ends(rank: Rank, fault: Fault | None, *args: Any) -> dict[str, Any]:
+    """The culprit goes on for ever once it has met its fault, or where a wrong store first matters."""
+    if fault is None or rank.index != fault.culprit:
+        return struck_rank(rank, fault, *args)
+    if fault.from_the_start:
+        Tuner.reload = lambda tuner: time.sleep(3600.0)  # type: ignore[method-assign, assignment, return-value]
+    try:
+        return struck_rank(rank, fault, *args)
+    finally:
+        time.sleep(3600.0)
+
+
+class GivesUpEarly(Ranks):
+    """Rank 1, which never ends, is waited for for a second in place of half a minute."""
+
+    def join_one(self, index: int, deadline: float) -> Outcome:
+        return super().join_one(index, min(deadline, 1.0) if index == 1 else deadline)
+
+
+# A culprit that leaves by an error of its own, one that was started again, and one that has its fault from the start.
+def test_a_culprit_that_never_ends_makes_its_row_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "struck_rank", never_ends)
+    monkeypatch.setattr(faults, "Ranks", GivesUpEarly)
+    wanted = [fault("agree", "leaves by an exception"), fault("agree", "restarted alone"), fault("reload", "store not shared")]
+    rows = faults.fault_table(wanted, ["reduce"])
+    assert [row["outcome"] for row in rows] == ["hang: rank 1 still runs at its deadline"] * 3
+
+
+def test_a_culprit_that_ends_otherwise_than_it_must_is_said(tmp_path: Path) -> None:
+    left, lost = fault("agree", "leaves by an exception"), Outcome(error="RankWithdrawn", culprits=(1,))
+    ended = {0: lost, 1: Outcome(error="KeyError"), 2: lost}
+    assert faults._ending(left, tmp_path, ended, [0, 2]) == left.outcome
+    ended[1] = Outcome(error="killed")
+    assert faults._ending(left, tmp_path, ended, [0, 2]) == "RankWithdrawn(1); rank 1 itself: killed(), not KeyError()"
+
+
+def test_what_the_peers_of_a_rank_started_again_were_told_is_part_of_its_row(tmp_path: Path) -> None:
+    again, agreed = fault("agree", "restarted alone"), Outcome(value={"digest": "d", "ending": AGREED})
+    ended = dict.fromkeys(range(3), agreed)
+    (tmp_path / "told-0").write_text("RankLost(1)")
+    assert faults._ending(again, tmp_path, ended, [0, 2]) == "RankLost(1); nothing, then agreed"
+    (tmp_path / "told-2").write_text("RankLost(1)")
+    assert faults._ending(again, tmp_path, ended, [0, 2]) == again.outcome
+    ended[1] = Outcome(error="RankLost", culprits=(0, 2))
+    assert faults._ending(again, tmp_path, ended, [0, 2]) == "RankLost(1), then differ: agreed; RankLost(0, 2); agreed"
 
 
 def test_rows_come_in_order_however_many_are_made_at_once() -> None:
@@ -218,6 +294,9 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(capsys: pytest.Capture
     assert capsys.readouterr().err == "moe-dist: keys is 7; it must be a multiple of the 5 buckets of a problem\n"
 
 
+NO_FOLDER = "--json '/nosuch/out.json': the folder '/nosuch' does not exist; make it, or name another place\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -225,11 +304,17 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(capsys: pytest.Capture
         (["scaling", "--ranks", "0", "--keys", "10"], "ranks is 0; scaling needs at least 2"),
         (["scaling", "--ranks", "8", "1", "--keys", "10"], "ranks is 1; scaling needs at least 2"),
         (["scaling", "--ranks", "2", "--keys", "10", "0"], "keys is 0; scaling needs at least 1"),
+        (["scaling", "--redis", "redis://127.0.0.1:1"], "store redis://127.0.0.1:1"),
+        (["scaling", "--redis", "redis://:secret@127.0.0.1:1"], "--redis: name one server, without TLS or a password: redis://HOST:PORT"),
         # Written only in the end, and so refused before: of every kind, by one check.
-        (["agreement", "--json", "/proc/nosuch/out.json"], "--json '/proc/nosuch/out.json' can't be written: "),
-        (["scaling", "--json", "/proc/nosuch/out.json"], "--json '/proc/nosuch/out.json' can't be written: "),
-        (["kernels", "--device", "cpu", "--json", "/proc/nosuch/out.json"], "--json '/proc/nosuch/out.json' can't be written: "),
-        (["stores", "memory:", "--json", "/proc/nosuch/out.json"], "--json '/proc/nosuch/out.json' can't be written: "),
+        (["agreement", "--json", "/nosuch/out.json"], NO_FOLDER),
+        (["scaling", "--json", "/nosuch/out.json"], NO_FOLDER),
+        (["kernels", "--device", "cpu", "--json", "/nosuch/out.json"], NO_FOLDER),
+        (["stores", "memory:", "--json", "/nosuch/out.json"], NO_FOLDER),
+        (["vllm", "--json", "/nosuch/out.json"], NO_FOLDER),
+        (["vllm", "--json", "/tmp/out.json", "--logs", "/nosuch/logs"], "--logs '/nosuch/logs': the folder '/nosuch' does not exist"),
+        (["kernels", "--merge", "/nosuch/part.json"], "argument --merge: there is no file '/nosuch/part.json' in /"),
+        (["soak", "--model", "m", "--json", "/proc/out.json"], "--json '/proc/out.json' can't be written: "),
         (["soak", "--model", "m", "--json", "/proc"], "--json '/proc' is a folder; name a file"),
     ],
 )

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_dist.bench.engines import Ledger, Plan, engine_objections, interval, measure, write_model
+from moe_dist.cli.main import main
+from moe_dist.process import started_s
 
 # Answers as an engine would: moe_dist is a fifth faster, and each pair is noisy in the same way. FAIL names a backend that fails at start.
 FAKE = """
@@ -76,8 +82,8 @@ def test_a_cell_has_its_ratio_its_shares_and_what_its_engines_are(plan: Any, tmp
     assert (cell["dtype"], cell["mode"], cell["tp"], cell["ep"], cell["batch"], cell["pairs"]) == ("bf16", "eager", 1, 1, 1, 5)
     assert cell["throughput_ratio"] == cell["latency_ratio"] == pytest.approx(1.2, abs=0.01)  # above 1 is better, in both
     assert cell["throughput_interval"][0] < 1.2 < cell["throughput_interval"][1]
-    # A batch of 1: one prefill of 128 tokens, not ours, and 31 steps of one token, ours.
-    assert cell["own_time_share"] == pytest.approx(31 / (31 + 128), abs=1e-4)
+    # A batch of 1: one prefill of 128 tokens, not ours, and 7 steps of one token, ours.
+    assert cell["own_time_share"] == pytest.approx(7 / (7 + 128), abs=1e-4)
     assert cell["moe_time_share"] == pytest.approx(0.5, abs=0.01)
     assert (cell["host_moe_dist"]["replay_us"], cell["host_auto"]["replay_us"]) == (20.0, 10.0)
     assert (cell["own_bucket_share"], cell["tuning_seconds"], cell["kv_tokens"], cell["kv_tokens_auto"]) == (0.75, 1.5, 990, 1000)
@@ -96,6 +102,12 @@ def test_pairs_alternate_and_profiles_come_last(plan: Any, tmp_path: Path) -> No
     first = said(tmp_path).index("auto profile 1")
     assert not any("generate" in line for line in said(tmp_path)[first:])
     assert said(tmp_path)[first + 1] == "moe_dist profile 1"
+
+
+def test_pairs_are_counted_by_mode_where_nothing_is_said(plan: Any, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "rows.json")
+    measure(plan(pairs=None, modes=["cuda_graph", "eager"]), ledger, lambda line: None)
+    assert {row["mode"]: row["pairs"] for row in ledger.tables["cells"]} == {"cuda_graph": 20, "eager": 100}
 
 
 def test_a_run_that_was_cut_measures_what_is_missing(plan: Any, tmp_path: Path) -> None:
@@ -119,6 +131,32 @@ def test_an_engine_that_fails_is_a_line_with_its_log_and_the_others_are_measured
     assert "starts" not in ledger.tables  # the stock engine starts first
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process outlives who started it")
+def test_an_engine_dies_with_a_benchmark_that_is_killed(tmp_path: Path) -> None:
+    """It may be at work then, and hear of no end of its input."""
+    script = f"""
+import os, signal, sys, time
+from pathlib import Path
+from moe_dist.bench.engines import Engine
+busy = "import os, sys, time; open(sys.argv[2], 'w').write(str(os.getpid())); os.rename(sys.argv[2], sys.argv[1]); time.sleep(600)"
+pid = Path({str(tmp_path / "pid")!r})
+Engine([sys.executable, "-c", busy, str(pid), str(pid) + ".part"], {{}}, Path({str(tmp_path / "log")!r}), sorted(os.sched_getaffinity(0)))
+while not pid.exists():
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == -signal.SIGKILL
+    pid = int((tmp_path / "pid").read_text())
+    try:
+        until = time.monotonic() + 60
+        while started_s(pid) is not None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert started_s(pid) is None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def test_dtypes_are_shared_out_over_cards(plan: Any, tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "rows.json")
     measure(plan(dtypes=["bf16", "fp8"], cards=[0, 1]), ledger, lambda line: None)
@@ -137,6 +175,28 @@ def test_fp8_logits_are_compared_with_a_third_engine_s_in_bf16(plan: Any, tmp_pa
     assert errors["logits_moe_dist"] == pytest.approx(math.sqrt(1 / 4) / math.sqrt(5), abs=1e-4)
     assert errors["logits_auto"] == pytest.approx(math.sqrt(4 / 4) / math.sqrt(5), abs=1e-4)
     assert (errors["first_moe_dist"], errors["first_auto"]) == (1.0, 1.0)
+    # In bf16 it needs the memory of both: it starts when they have ended.
+    lines = said(tmp_path)
+    assert lines[-3:] == ["auto start ", "auto logits 8", "auto end "]
+    assert {"auto end ", "moe_dist end "} <= set(lines[:-3])
+
+
+def test_engines_that_do_not_fit_a_card_together_are_refused_before_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.json"
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main(["bench", "vllm", "--control", "--memory", "0.4", "--json", str(rows)]))
+    assert ended.value.code == 2
+    assert "--memory 0.4: three engines live on a card at once, so each may take 0.33 of it at most" in capsys.readouterr().err
+    assert not rows.exists()
+
+
+def test_without_vllm_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["bench", "vllm", "--json", str(tmp_path / "rows.json"), "--logs", str(tmp_path / "logs")]) == 2
+    assert capsys.readouterr().err == (
+        f"moe-dist: vLLM is not installed for {sys.executable}, which would start the engines; run this by the Python of one that has it\n"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -183,7 +243,7 @@ def tables(
     good = {
         **place, "batch": 1, "pairs": 5, "throughput_ratio": 1.1, "throughput_interval": [1.0, 1.2], "latency_ratio": 1.1,
         "latency_interval": [1.0, 1.2], "kv_tokens": 990, "kv_tokens_auto": 1000, "tuning_seconds": 60.0, "tuned": 100, "moe_us": 10.0,
-        "own_time_share": 0.6,
+        "own_time_share": 0.6, "moe_time_share": 0.7,
     }  # fmt: skip
     return {
         "cells": [good | (cell or {})],
@@ -194,7 +254,7 @@ def tables(
 
 def test_a_cell_that_holds_every_bar_has_no_objection() -> None:
     assert engine_objections(tables(), ["bf16"], ["eager"], [1]) == []
-    # Where the MoE layers are less than half of the time, equal is enough.
+    # Where the MoE layers are less than half of the device's time, equal is enough.
     equal = {"throughput_ratio": 1.0, "throughput_interval": [0.98, 1.02], "latency_ratio": 1.0, "latency_interval": [0.98, 1.02]}
     assert engine_objections(tables(equal, {"moe_share": 0.49}), ["bf16"], ["eager"], [1]) == []
 
@@ -206,6 +266,7 @@ def test_a_cell_that_holds_every_bar_has_no_objection() -> None:
         ({"cell": {"pairs": 4}}, "4 pairs, fewer than 5"),
         ({"cell": {"throughput_interval": [0.979, 1.2]}}, "throughput 1.1 with an interval from 0.979 to 1.2, below 0.98"),
         ({"cell": {"latency_ratio": 1.05}}, "latency 1.05, not above 1.05 though the MoE layers are 0.6 of the time"),
+        ({"cell": {"throughput_ratio": 1.05, "moe_time_share": 0.3}}, "throughput 1.05, not above 1.05 though the MoE layers are 0.6 of"),
         ({"cell": {"kv_tokens": 989}}, "989 KV tokens beside 1000, below 0.99 of them"),
         ({"cell": {"tuning_seconds": 121.0}}, "tuning took 121.0 s for 100 candidates; the bar is 120 s, cold"),
         ({"cell": {"tuned": 0}}, "tuning took 60.0 s for 0 candidates"),  # a warm start is no figure of a cold one

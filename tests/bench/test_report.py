@@ -157,8 +157,8 @@ def test_a_slow_lookup_is_refused() -> None:
 
 def test_a_file_has_one_row_a_line_and_reads_back(tmp_path: Path) -> None:
     content = report.document("the command", {"faults": MATRIX, "divergence": DIVERGENCE})
-    report.write(tmp_path / "new/agreement.json", content)
-    text = (tmp_path / "new/agreement.json").read_text()
+    report.write(tmp_path / "agreement.json", content)
+    text = (tmp_path / "agreement.json").read_text()
     assert json.loads(text) == content
     assert len(text.splitlines()) == len(MATRIX) + len(DIVERGENCE) + 2 * 2 + 4 + 2
 

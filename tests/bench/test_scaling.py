@@ -198,6 +198,15 @@ def test_rows_are_measured_by_processes_and_by_simulation() -> None:
     assert held[TUNE, "reduce", 64]["limit_s"] == 20 * scaling.TIMING_S
 
 
+# Seconds of a step, of which `reduce` takes four a cell, `shard` five, and timing 0.7 s; whose rounds no longer hold.
+@pytest.mark.parametrize(("step_s", "broken"), [(0.13, set()), (0.15, {"shard"}), (0.18, {"reduce", "shard"})])
+def test_rounds_of_timing_hold_only_if_they_do_with_looks_in_vain(step_s: float, broken: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "CASES", tuple((TUNE, strategy) for strategy in STRATEGIES))
+    monkeypatch.setattr(scaling, "simulate_step", lambda size, phase: (scaling.Traffic([0] * size, [0] * size), step_s))
+    rows = [row for row in scaling.scaling_table([2], [20]) if row["phase"] == TUNE]
+    assert {row["strategy"] for row in rows if not row["holds"]} == broken
+
+
 def test_clients_of_real_servers_are_counted() -> None:
     with RedisServer() as server:
         rows = servers_table(f"redis://127.0.0.1:{server.port}/0", [4, 8], keys=20)
