@@ -3,9 +3,6 @@
 `python -m moe_dist_vllm.bench SPEC` (SPEC: JSON, see `Spec`). It loads vLLM, says {"loaded": true}, and then does what each line of its
 input asks for, with one line of answer: {"do": "start"}, {"do": "generate", ...}, {"do": "host", ...}, {"do": "moe_us", ...},
 {"do": "profile", ...}, {"do": "end"}. `moe_dist.bench.engines` is the other side. Everything that vLLM prints goes to stderr.
-
-Weights are drawn when the engine loads, from each parameter's name, so that two engines hold the same model: vLLM's own dummy
-weights are so small that fp8 rounds them all to zero. That needs experts in the checkpoint's layout, which Triton's and ours are.
 """
 
 from __future__ import annotations
@@ -15,20 +12,19 @@ import dataclasses
 import functools
 import gc
 import json
-import math
 import os
 import resource
 import sys
 import threading
 import time
-import zlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from moe_dist_vllm.bench_layers import SEED, kernel_us, layer_error, moe_modules, recorder, time_layers, wait
+from moe_dist_vllm.bench_weights import draw_weights
+
 SWITCH = "moe_dist_bench"  # in --additional-config: {"draw": whether to draw weights}
-PROMPT_SEED = 17
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,13 +46,17 @@ class Questions:
     """What a worker answers about itself: mixed into vLLM's worker class by `worker_extension_cls`, which imports this module there."""
 
     def moe_dist_report(self: Any) -> dict[str, Any]:
-        """The experts that run here, the KV cache's tokens, and what moe_dist tuned, if it serves."""
+        """The experts that run here and on what, the KV cache's tokens, and what moe_dist tuned, if it serves."""
+        import vllm
+
         blocks = getattr(getattr(self.model_runner, "kv_cache_config", None), "num_blocks", None) or self.cache_config.num_gpu_blocks
         report: dict[str, Any] = {
             "rank": self.rank,
-            "experts": sorted({type(m.quant_method.moe_kernel.fused_experts).__name__ for m in _moe_modules(self)}),
-            "layers": len(_moe_modules(self)),
+            "experts": sorted({type(m.quant_method.moe_kernel.fused_experts).__name__ for m in moe_modules(self)}),
+            "layers": len(moe_modules(self)),
             "kv_tokens": int(blocks) * int(self.cache_config.block_size),
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
+            "versions": {"vllm": vllm.__version__, "torch": str(torch.__version__)},
         }
         model = getattr(self, "moe_dist", None)
         if model is not None:
@@ -82,11 +82,11 @@ class Questions:
         As a graph where the engine captures calls of that size.
         """
         largest = _largest_captured(self)
-        return [_time_layers(self, count, count <= largest, names) for count in counts]
+        return [time_layers(self, count, count <= largest, names) for count in counts]
 
     def moe_dist_moe_error(self: Any, count: int) -> dict[str, float]:
         """How far the first MoE layer's experts are from fp32 on the weights' meaning, over 16 of `count` tokens, relative to the truth."""
-        return {"tokens": count, "error": _layer_error(self, count, count <= _largest_captured(self))}
+        return {"tokens": count, "error": layer_error(self, count, count <= _largest_captured(self))}
 
     def moe_dist_watch(self: Any, on: bool) -> dict[str, float]:
         """Begin to watch what this process does on the host; or end it: see `HostWatch.end`."""
@@ -99,12 +99,12 @@ class Questions:
     def moe_dist_record(self: Any, on: bool) -> dict[str, float]:
         """Begin to record what the device runs; or end it: microseconds by kernel name."""
         if on:
-            self._moe_dist_recorder = _recorder(self.device)
+            self._moe_dist_recorder = recorder(self.device)
             self._moe_dist_recorder.__enter__()
             return {}
-        _wait(self.device)
+        wait(self.device)
         self._moe_dist_recorder.__exit__(None, None, None)
-        return _sums(self._moe_dist_recorder, self.device)
+        return kernel_us(self._moe_dist_recorder, self.device)
 
 
 class HostWatch:
@@ -155,147 +155,6 @@ def _largest_captured(worker: Any) -> int:
     return max(token_counts(worker.vllm_config).captured, default=0)
 
 
-def _moe_modules(worker: Any) -> list[Any]:
-    model = worker.model_runner.get_model()
-    found = [m for m in model.modules() if hasattr(m, "w13_weight") and hasattr(m, "quant_method")]
-    return [m for m in found if getattr(m.quant_method, "moe_kernel", None) is not None]
-
-
-def _layer_inputs(layer: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, distinct experts and weights that sum to one, as a router gives them for unlike tokens."""
-    config, device = layer.moe_config, layer.w13_weight.device
-    generator = torch.Generator().manual_seed(PROMPT_SEED)
-    x = torch.randn(tokens, config.hidden_dim, generator=generator).to(device, config.in_dtype)
-    ids = torch.rand(tokens, config.num_experts, generator=generator).topk(config.experts_per_token).indices.int().to(device)
-    return x, ids, torch.full((tokens, config.experts_per_token), 1.0 / config.experts_per_token, device=device)
-
-
-def _run_layer(layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = layer.quant_method.moe_kernel.apply(
-        hidden_states=x, w1=layer.w13_weight, w2=layer.w2_weight, topk_weights=weights, topk_ids=ids, activation=layer.moe_config.activation,
-        global_num_experts=layer.global_num_experts, expert_map=layer.expert_map, apply_router_weight_on_input=False,
-    )  # fmt: skip
-    return out
-
-
-def _as_served(run: Callable[[], None], graph: bool) -> Callable[[], None]:
-    """`run`, warmed up; graph: captured, to be replayed."""
-    run()
-    if not graph:
-        return run
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured, capture_error_mode="thread_local"):
-        run()
-    replay: Callable[[], None] = captured.replay
-    return replay
-
-
-@torch.inference_mode()
-def _time_layers(worker: Any, tokens: int, graph: bool, names: bool) -> dict[str, Any]:
-    modules = _moe_modules(worker)
-    device = modules[0].w13_weight.device
-    inputs = _layer_inputs(modules[0], tokens)
-
-    def run() -> None:
-        for module in modules:
-            _run_layer(module, *inputs)
-
-    call = _as_served(run, graph)
-    call()
-    _wait(device)
-    times = []
-    for _ in range(9):
-        start = time.perf_counter()
-        for _ in range(3):
-            call()
-        _wait(device)
-        times.append((time.perf_counter() - start) / 3 * 1e6)
-    row: dict[str, Any] = {
-        "tokens": tokens,
-        "us": round(sorted(times)[len(times) // 2], 2),
-        "launch_us": _launch_us(call, device),
-        "own": None,
-    }
-    layer = getattr(modules[0].quant_method.moe_kernel.fused_experts, "_layer", None)
-    if layer is not None:
-        tactic = layer.lookup(tokens, "cuda_graph" if graph else "eager")
-        row |= {"own": tactic.backend != "vllm", "tactic": str(tactic)}
-    if names:
-        with _recorder(device) as recorded:
-            call()
-            _wait(device)
-        row["kernels"] = sorted(_sums(recorded, device))
-    return row
-
-
-def _launch_us(call: Callable[[], None], device: torch.device) -> float:
-    """Host time of one call on an idle device, its work not waited for: the least of many."""
-    times = []
-    for _ in range(20):
-        _wait(device)
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e6)
-    _wait(device)
-    return round(min(times), 2)
-
-
-@torch.inference_mode()
-def _layer_error(worker: Any, tokens: int, graph: bool) -> float:
-    layer = _moe_modules(worker)[0]
-    w13, w2, device = layer.w13_weight, layer.w2_weight, layer.w13_weight.device
-    x, ids, weights = _layer_inputs(layer, tokens)
-    results: list[torch.Tensor] = []
-    call = _as_served(lambda: results.append(_run_layer(layer, x, ids, weights)), graph)
-    call()
-    _wait(device)
-    got = results[-1]
-    total = off = 0.0
-    for row in torch.linspace(0, tokens - 1, min(tokens, 16)).round().long().tolist():
-        truth = torch.zeros(x.shape[1], device=device)
-        for weight, expert in zip(weights[row], ids[row].tolist(), strict=True):
-            local = expert if layer.expert_map is None else int(layer.expert_map[expert])
-            if local >= 0:
-                gate, up = (_meaning(layer, "w13", w13, local) @ x[row].float()).chunk(2)
-                truth += weight * (_meaning(layer, "w2", w2, local) @ (torch.nn.functional.silu(gate) * up))
-        total, off = total + float(truth.square().sum()), off + float((got[row].float() - truth).square().sum())
-    return round(math.sqrt(off / total), 6)
-
-
-def _meaning(layer: Any, name: str, weight: torch.Tensor, expert: int) -> torch.Tensor:
-    """One expert's matrix in fp32, block scales applied."""
-    scale = getattr(layer, f"{name}_weight_scale_inv", None)
-    matrix = weight[expert].float()
-    return matrix if scale is None else matrix * scale[expert].repeat_interleave(128, 0).repeat_interleave(128, 1)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _recorder(device: torch.device) -> Any:
-    from torch.profiler import ProfilerActivity, profile
-
-    return profile(activities=[ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU])
-
-
-def _sums(recorded: Any, device: torch.device) -> dict[str, float]:
-    """Device microseconds by kernel name; on a CPU, of operators."""
-    sums: dict[str, float] = {}
-    for event in recorded.events() or ():
-        if device.type != "cuda" or "CUDA" in str(event.device_type):
-            spent = event.device_time_total if device.type == "cuda" else event.self_cpu_time_total
-            sums[event.name] = sums.get(event.name, 0.0) + float(spent)
-    return sums
-
-
 _EXECUTED: dict[str, int] = {}  # calls of our experts in this process, by mode; a replayed graph calls nothing anew
 
 
@@ -311,47 +170,6 @@ def _count_executions() -> None:
         _EXECUTED[mode] = _EXECUTED.get(mode, 0) + 1
 
     MoEDistExperts.run = counted  # type: ignore[method-assign, assignment]
-
-
-@torch.no_grad()
-def draw_weights(model: torch.nn.Module, dequantised: bool = False) -> None:
-    """Weights as a trained model's might be, from each parameter's name: deviation of the fan-in, norms about one, fp8 well filled.
-
-    dequantised: experts get what the fp8 model's numbers mean."""
-    for name, parameter in model.named_parameters():
-        value = parameter.data
-        if "norm" in name:
-            value.copy_(1 + 0.1 * torch.randn(value.shape, generator=_seeded(name, value.device), device=value.device))
-        elif value.ndim == 3 and "scale" not in name and (dequantised or value.dtype == torch.float8_e4m3fn):
-            scales = (
-                _draw_scales(f"{name}_scale_inv", (value.shape[0], value.shape[1] // 128, value.shape[2] // 128), value.device)
-                if dequantised
-                else None
-            )
-            generator = _seeded(name, value.device)
-            for expert in range(value.shape[0]):
-                drawn = 100 * torch.randn(value.shape[1:], generator=generator, device=value.device)
-                stored = drawn.clamp_(-448, 448).to(torch.float8_e4m3fn)
-                if scales is None:
-                    value[expert].copy_(stored)
-                else:
-                    value[expert].copy_(stored.float() * scales[expert].repeat_interleave(128, 0).repeat_interleave(128, 1))
-        elif "scale" in name:
-            value.copy_(_draw_scales(name, tuple(value.shape), value.device))
-        elif value.ndim > 1:
-            value.normal_(0, 0.5 if "embed" in name else value.shape[-1] ** -0.5, generator=_seeded(name, value.device))
-        if name.endswith("lm_head.weight"):
-            value.mul_(4)  # logits apart by more than rounding moves them
-
-
-def _seeded(name: str, device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-
-
-def _draw_scales(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Block scales [E, row blocks, column blocks], by which fp8 values of deviation 100 become those of the fan-in."""
-    drawn: torch.Tensor = 0.5 + torch.rand(shape, generator=_seeded(name, device), device=device)
-    return drawn * (0.01 / math.sqrt(128 * shape[2]))
 
 
 def _draw_after_loading() -> None:
@@ -466,7 +284,7 @@ class Engine:
 
     def _prompts(self, batch: int, prompt: int) -> list[dict[str, Any]]:
         vocabulary = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
-        generator = torch.Generator().manual_seed(PROMPT_SEED)
+        generator = torch.Generator().manual_seed(SEED)
         return [{"prompt_token_ids": row} for row in torch.randint(1, vocabulary, (batch, prompt), generator=generator).tolist()]
 
 

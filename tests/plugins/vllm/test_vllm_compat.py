@@ -8,19 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from moe_dist_vllm.compat import NEEDS, Need, problems
+from moe_dist_vllm.compat import NEEDS
 from moe_dist_vllm.doctor import report
 from source_tree import tree
 from vllm_engines import environment
 
+from moe_dist.interop.source import Need, problems
+
 
 def test_a_tree_that_has_everything_fits(tmp_path: Path) -> None:
-    assert problems(tree(tmp_path, NEEDS)) == []
+    assert problems(tree(tmp_path, NEEDS), NEEDS, "vllm") == []
 
 
 @pytest.mark.parametrize("missing", NEEDS, ids=lambda need: need.symbol)
 def test_each_symbol_is_missed_by_name(missing: Need, tmp_path: Path) -> None:
-    (said,) = problems(tree(tmp_path, tuple(need for need in NEEDS if need != missing))) or [""]
+    (said,) = problems(tree(tmp_path, tuple(need for need in NEEDS if need != missing)), NEEDS, "vllm") or [""]
     assert said.startswith(f"vllm.{missing.module}.{missing.symbol}: there is no")
 
 
@@ -28,7 +30,7 @@ def test_changed_parameters_are_shown(tmp_path: Path) -> None:
     changed = tuple(
         Need(need.module, need.symbol, ("self", "M", "K")) if need.symbol.endswith("workspace_shapes") else need for need in NEEDS
     )
-    (said,) = problems(tree(tmp_path, changed))
+    (said,) = problems(tree(tmp_path, changed), NEEDS, "vllm")
     assert "FusedMoEExpertsModular.workspace_shapes: it takes (self, M, K), not (self, M, N, K, topk" in said
 
 
@@ -37,14 +39,14 @@ def test_names_are_found_in_branches(tmp_path: Path) -> None:
     path = tmp_path / "envs.py"
     tree(tmp_path, NEEDS)
     path.write_text("try:\n    pass\nexcept ImportError:\n    pass\nif True:\n    VLLM_ENGINE_READY_TIMEOUT_S: int = 600\n")
-    assert problems(tmp_path) == []
+    assert problems(tmp_path, NEEDS, "vllm") == []
 
 
 @pytest.mark.engine
 def test_the_installed_vllm_fits() -> None:
     import vllm
 
-    assert problems(Path(vllm.__path__[0])) == []
+    assert problems(Path(vllm.__path__[0]), NEEDS, "vllm") == []
 
 
 @pytest.mark.engine
@@ -70,7 +72,7 @@ def test_a_moved_vllm_gets_one_error_and_no_patch(tmp_path: Path) -> None:
     assert done.returncode != 0
     (line,) = re.findall(r"moe_dist \S+ does not fit vLLM .*", said)
     assert (
-        f"does not fit vLLM {vllm.__version__}: vllm.model_executor.layers.fused_moe.oracle.fp8.map_fp8_backend: there is no such name. "
+        f"does not fit vLLM {vllm.__version__}: vllm.model_executor.layers.fused_moe.oracle.fp8.map_fp8_backend: there is no such name. Use vLLM 0.26 to 0.33, "
         in line
     )
     assert "invalid choice: 'moe_dist'" in said
@@ -82,7 +84,7 @@ def test_doctor_speaks_where_there_is_no_vllm_and_no_epoch(tmp_path: Path, monke
         monkeypatch.delenv(name, raising=False)
     lines = list(report(str(tmp_path), None, tp=2, ep=2, max_tokens=6))
     assert lines[0] == "vllm: not installed here"
-    assert lines[1].startswith(f"settings: tune tune, store {tmp_path}, budget 120 s, ")
+    assert lines[1].startswith(f"settings: at start-up what the store lacks is measured (tune=tune); store {tmp_path}, budget 120 s, ")
     assert lines[2] == f"tuned: {tmp_path} holds no epoch of any vLLM deployment"
     # vLLM has one size for both: its experts are shared out over the ranks that tensor parallelism names.
     assert "--moe-backend=moe_dist --tensor-parallel-size=4 --enable-expert-parallel --max-num-batched-tokens=6;" in lines[3]

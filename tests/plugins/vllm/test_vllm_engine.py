@@ -24,8 +24,12 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     plain, store = vllm_tiny.save_plain(folder / "plain"), str(folder / "store")
     # Of 46 seeds those whose two likeliest tokens are furthest apart: 0.043 and 0.024 at least, where float16 rounds logits by 0.01.
     fp8, other = (vllm_tiny.save_fp8(folder / str(seed), forms, seed) for seed, forms in ((11, FORMS), (15, FORMS[:2])))
+    # Of 300 seeds likewise: 0.066 and 0.054 at least.
+    loaded, other_loaded = (vllm_tiny.save_to_quantise(folder / f"to_quantise{seed}", seed) for seed in (26, 248))
     ours, half = {"model": plain, "backend": "moe_dist"}, {"dtype": "float16"}
-    replay = {"moe_dist": {"tune": "replay", "store": store}}
+    dense = {"quantization_config": {"ignore": ["re:.*self_attn.*", "re:.*mlp.gate"]}}
+    online = {**ours, **half, **dense, "model": loaded, "reload": other_loaded}
+    replay, brief = {"moe_dist": {"tune": "replay", "store": store}}, {"moe_dist": {"budget_s": 1e-4, "store": "memory:"}}
     asked: dict[str, dict[str, Any]] = {
         "stock": {"model": plain, "backend": "auto"},
         "stock copy": {"model": fp8["copy"], "backend": "auto"},
@@ -36,6 +40,11 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "block": {**ours, "model": fp8["block"], "reload": other["block"], **half},
         "tensor": {**ours, "model": fp8["tensor"], "reload": other["tensor"], **half},
         "channel": {**ours, "model": fp8["channel"]},
+        "stock to quantise": {"model": loaded, "backend": "auto", **half},
+        "stock other to quantise": {"model": other_loaded, "backend": "auto", **half},
+        "block when loaded": {**online, "quantization": "fp8_per_block"},
+        "tensor when loaded": {**online, "quantization": "fp8_per_tensor"},
+        "channel when loaded": {**online, "quantization": "fp8_per_channel", "additional_config": brief},
         "compiled": {**ours, "enforce_eager": False, "additional_config": replay, "environ": {"MOE_DIST_TUNE": "off"}},
         "refused": {**ours, "environ": {"WITNESS_REFUSE": "1", "MOE_DIST_UNSERVED": "native"}},
         "native": {**ours, "environ": {"WITNESS_NATIVE": "1", "MOE_DIST_TUNE": "off"}},
@@ -65,11 +74,30 @@ def test_fp8_gives_the_tokens_of_its_dequantised_copy(form: str, engines: dict[s
     assert summaries(engine["log"])[0][1] > 0  # each form is a problem of its own, so it is tuned
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_that_is_quantised_when_it_is_loaded_gives_the_tokens_of_what_it_means(form: str, engines: dict[str, Any]) -> None:
+    """A checkpoint in bf16 under `--quantization fp8_per_tensor` and the like, drawn so that nothing is lost: stock serves it as it is. Reloaded, too."""
+    engine, stock = engines[f"{form} when loaded"], engines["stock to quantise"]
+    assert engine["tokens"] == stock["tokens"]
+    assert engine["reloaded"] == engines["stock other to quantise"]["tokens"] != stock["tokens"]
+    assert len({str(row) for row in engine["tokens"]}) > 1
+    assert [calls >= LEAST_CALLS for calls in executed(engine)] == [True]
+    assert f"fp8 by {form}" in engine["log"]
+
+
 def test_second_start_measures_nothing(engines: dict[str, Any]) -> None:
     ((cold, timed),), ((warm, timed_again),) = (summaries(engines[name]["log"]) for name in ("cold", "warm"))
     assert timed > 0
+    assert re.search(r"tuning 1 of \d+: ", engines["cold"]["log"])
+    assert not re.search(r"tuning \d+ of \d+: ", engines["warm"]["log"])
     assert timed_again == 0
     assert cold == warm
+
+
+def test_where_the_budget_ends_the_default_serves_and_the_log_says_so(engines: dict[str, Any]) -> None:
+    log = engines["channel when loaded"]["log"]
+    assert "are out: the time budget ended before it was timed to the end" in log
+    assert re.search(r"fp8 by channel, .*: eager 1-64: \w+\(.*\) \[default\]", log)
 
 
 def test_second_start_takes_under_a_second(engines: dict[str, Any]) -> None:

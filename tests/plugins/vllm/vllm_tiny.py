@@ -95,6 +95,26 @@ def save_plain(folder: Path, seed: int = 0) -> Path:
     return save(folder, weights(seed))
 
 
+def save_to_quantise(folder: Path, seed: int) -> Path:
+    """A model in bf16 whose experts lose nothing where vLLM quantises them to fp8 as it loads them: it is its own dequantised copy.
+
+    Every number is one of fp8 times a power of two, drawn for each expert, matrix and row, and every row holds the largest: the scale of
+    whatever an expert is cut into is a power of two, another one than its neighbours'.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = weights(seed)
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            continue
+        small = (tensor * 512).clamp(-448, 448).to(FP8).float()
+        small[small.abs() < 2.0**-3] = 0  # an eighth of what is left is no subnormal number
+        small[:, 0] = 448
+        powers = torch.randint(0, 3, (len(tensor), 1), generator=generator) + torch.randint(0, 2, (), generator=generator)
+        powers += int(name.split(".experts.")[1].split(".")[0]) % 3
+        tensors[name] = small / 512 * 2.0**-powers
+    return save(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()})
+
+
 def save_fp8(folder: Path, forms: Sequence[str], seed: int = 0) -> dict[str, Path]:
     """Models whose experts are fp8 by "block", "tensor" or "channel", all else in float32; and "copy", what the numbers of each of them mean.
 

@@ -5,7 +5,7 @@ count of every call to a file named by its pid. WITNESS_FAULT: "RANK:exit" or "R
 which it says with the time.
 WITNESS_GATHER: vLLM's communicator for CPUs gets the two collectives that it lacks, of parts of unlike sizes, which data parallelism needs.
 WITNESS_STAGES: later stages of a pipeline get the buffers that vLLM makes in a profile run, which it leaves out for eager engines on a CPU.
-WITNESS_QUANTISE: vLLM gets the operator that quantises to fp8, which its CPU build only names: it merges gate's and up's scales of a tensor with it.
+WITNESS_QUANTISE: vLLM gets the operator that quantises to fp8, which its CPU build only names: it merges gate's and up's scales of a tensor with it, and quantises what it loads.
 While they are set, for engines that share a process with others: WITNESS_REFUSE: our experts say of every layer that they don't serve it.
 WITNESS_EPLB: vLLM thinks that a CPU can move experts between ranks, which it refuses by itself. WITNESS_NATIVE: vLLM's own experts for every
 layer are then `PlainExperts`, since those that it has for a CPU lay weights out anew.
@@ -91,8 +91,12 @@ def _make_stage_buffers(module: Any) -> None:
 def _quantise_to_fp8(module: Any) -> None:
     import torch
 
-    def scaled_fp8_quant(input: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def scaled_fp8_quant(
+        input: torch.Tensor, scale: torch.Tensor | None = None, use_per_token_if_dynamic: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         most = torch.finfo(torch.float8_e4m3fn).max
+        if scale is None:
+            scale = (input.abs().amax(-1, keepdim=True) if use_per_token_if_dynamic else input.abs().amax()).float() / most
         return (input.float() / scale).clamp(-most, most).to(torch.float8_e4m3fn), scale
 
     module.scaled_fp8_quant = scaled_fp8_quant
