@@ -10,7 +10,7 @@ def register() -> None:
     from moe_dist_sglang.compat import SGLANG
 
     if (misfit := SGLANG.misfit()) is not None:
-        raise RuntimeError(f"moe_dist adds no choice, for {misfit}")
+        raise RuntimeError(f"{misfit}; SGLang is left as it is, without --moe-runner-backend moe_dist")
     from moe_dist_sglang import hooks
 
     hooks.install()

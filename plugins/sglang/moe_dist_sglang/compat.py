@@ -49,14 +49,22 @@ NEEDS = (
     Need("srt.utils.common", "is_cuda"),
     Need("srt.utils.common", "use_intel_amx_backend", ("layer",)),
     *members(
+        f"{MOE}.fused_moe_triton.layer", "FusedMoE", "layer_name", "moe_runner_config", "num_experts", "moe_ep_size", "moe_ep_rank", "moe_tp_size",
+        "moe_tp_rank", "with_bias", "should_fuse_routed_scaling_factor_in_topk",
+    ),
+    *members(
+        "srt.layers.quantization.fp8", "Fp8MoEMethod", "quant_config", "block_quant", "weight_block_size", "use_mxfp8", "is_fp4_expert"
+    ),
+    Need("srt.layers.quantization.fp8", "Fp8Config.activation_scheme"),
+    Need("srt.layers.quantization.unquant", "UnquantizedFusedMoEMethod.w13_swiglu_interleaved"),
+    *members(
         f"{MOE}.moe_runner.base", "MoeRunnerConfig", "num_experts", "top_k", "num_fused_shared_experts", "params_dtype", "hidden_size",
         "intermediate_size_per_partition", "activation", "is_gated", "apply_router_weight_on_input", "no_combine",
         "inplace", "routed_scaling_factor", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit",
         "swiglu_limit", "gate_up_interleaved",
     ),
     *members(
-        f"{MOE}.moe_runner.triton", "TritonMoeQuantInfo", "w13_weight", "w2_weight", "b13", "b2", "w13_scale", "w2_scale", "a13_scale",
-        "a2_scale", "block_shape",
+        f"{MOE}.moe_runner.triton", "TritonMoeQuantInfo", "w13_weight", "w2_weight", "b13", "b2", "w13_scale", "w2_scale",
     ),
     # native.py
     Need(f"{MOE}.fused_moe_native", "moe_forward_native", ("layer", "x", "topk_output", "moe_runner_config")),
@@ -74,7 +82,11 @@ NEEDS = (
     Need(f"{MOE}.utils", "RegisteredMoeRunnerBackend"),
     Need("srt.runtime_context", "get_parallel"),
     # serve.py
-    Need(f"{MOE}.fused_moe_triton.layer", "FusedMoE"),
+    *members(f"{MOE}.fused_moe_triton.layer", "FusedMoE", "quant_method", "runner"),
+    *members(
+        "srt.model_executor.model_runner", "ModelRunner", "model", "device", "forward_stream", "max_running_requests", "server_args",
+        "is_draft_worker", "draft_model_idx",
+    ),
     Need("srt.model_executor.runner.base_cuda_graph_runner", "get_batch_sizes_to_capture", ("model_runner", "captured_req_width")),
     Need("srt.model_executor.model_runner", "ModelRunner.decode_num_tokens_per_req", ("self",)),
     Need("srt.runtime_context", "get_schedule"),

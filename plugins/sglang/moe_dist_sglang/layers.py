@@ -134,8 +134,6 @@ def layer_weights(layer: Any, method: Any) -> md.MoEWeightPack:
     if getattr(method, "w13_swiglu_interleaved", False):
         raise unserved("SGLang interleaved w13's gate and up rows; unset SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED")
     info = method.get_triton_quant_info(layer)
-    if info.a13_scale is not None or info.a2_scale is not None:
-        raise unserved("the checkpoint brings static activation scales; moe_dist quantises activations as they come")
     return md.MoEWeightPack(
         w13=info.w13_weight.data,
         w2=info.w2_weight.data,
@@ -158,6 +156,6 @@ def routed_scale(layer: Any) -> float:
     1 without a sum, where the router's weights carry the factor already, and off CUDA, where SGLang's models apply it to the result.
     """
     runner = layer.moe_runner_config
-    if runner.no_combine or getattr(layer, "should_fuse_routed_scaling_factor_in_topk", False) or not is_cuda():
+    if runner.no_combine or layer.should_fuse_routed_scaling_factor_in_topk or not is_cuda():
         return 1.0
     return float(runner.routed_scaling_factor or 1.0)

@@ -38,11 +38,6 @@ class MoEDistRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
     def runner_backend(self) -> RegisteredMoeRunnerBackend:
         return RegisteredMoeRunnerBackend(NAME)
 
-    @property
-    def bound(self) -> bool:
-        """Whether `bind` has given this core its layer: after the model has loaded."""
-        return self._layer is not None
-
     def bind(self, layer: md.MoELayer, weights: md.MoEWeightPack, scale: float, native: SGLangBackend | None = None) -> None:
         """scale: what multiplies the router's weights, see `layers.routed_scale`. native: SGLang's own experts of this layer, where a call
         that they serve needs nothing around it: on CUDA.

@@ -7,7 +7,6 @@ draft model has its own. Says what of SGLang goes where; `moe_dist.serving` does
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -107,7 +106,7 @@ def token_counts(model_runner: Any) -> TokenCounts:
         prefill_graphs = graphs.prefill.backend != "disabled" and bool(graphs.prefill.bs)
         captured |= set(graphs.prefill.bs) if prefill_graphs else set()
     # Without graphs of its own, every prefill runs eagerly, however short.
-    return TokenCounts(largest * gathered, _times(captured, gathered, largest), eager_from=1 if captured and not prefill_graphs else None)
+    return TokenCounts.gathered(largest, captured, gathered, eager_from=1 if captured and not prefill_graphs else None)
 
 
 def _largest(decode: int) -> int:
@@ -116,10 +115,6 @@ def _largest(decode: int) -> int:
     chunk = schedule.chunked_prefill_size
     prefill = chunk if chunk and chunk > 0 else schedule.max_prefill_tokens
     return int(max(prefill + (decode if schedule.enable_mixed_chunk else 0), decode))
-
-
-def _times(counts: Iterable[int], gathered: int, largest: int) -> tuple[int, ...]:
-    return tuple(sorted({count * gathered for count in counts if count <= largest}))
 
 
 def deployment(model_runner: Any) -> str:

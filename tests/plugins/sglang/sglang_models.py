@@ -13,6 +13,17 @@ from sglang_engines import NEW_TOKENS
 
 BLOCK = 128  # one scale an expert matrix: the intermediate size is one block, so the fp8 model runs on one TP rank
 FP8_MAX = 448.0
+# Latent attention, with the rotary embedding that is the only one SGLang has for it on a CPU.
+DEEPSEEK: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 64,
+    "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "moe_layer_freq": 1, "routed_scaling_factor": 2.5, "initializer_range": 0.15, "max_position_embeddings": 512,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+}  # fmt: skip
 
 
 def make_model(folder: Path) -> Path:
@@ -41,12 +52,40 @@ def make_glm(folder: Path) -> Path:
         max_position_embeddings=256,
     )  # fmt: skip
     network = Glm4MoeForCausalLM(config)
+    _draw_correction_biases(network)
+    network.save_pretrained(folder)
+    return folder
+
+
+def make_deepseek_v2(folder: Path) -> Path:
+    """DeepSeek-V2, small: softmax scores, of which the best groups' count as they are, a factor of 2.5, a shared expert, a dense layer first."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV2Config(
+        **DEEPSEEK, q_lora_rank=None, topk_method="group_limited_greedy", scoring_func="softmax", norm_topk_prob=False
+    )
+    DeepseekV2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_deepseek_v3(folder: Path) -> Path:
+    """The same as DeepSeek-V3: sigmoid scores, a correction bias that chooses groups and experts, weights that sum to 1 before the factor."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV3Config(**DEEPSEEK, q_lora_rank=64, topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True)
+    network = DeepseekV3ForCausalLM(config)
+    _draw_correction_biases(network)
+    network.save_pretrained(folder)
+    return folder
+
+
+def _draw_correction_biases(network: Any) -> None:
     biases = [tensor for name, tensor in network.state_dict().items() if name.endswith("e_score_correction_bias")]
     assert biases
     for bias in biases:
         bias.copy_(0.1 * torch.randn(bias.shape))
-    network.save_pretrained(folder)
-    return folder
 
 
 def make_fp8_copy(model: Path, folder: Path, granularity: str) -> tuple[Path, Path]:

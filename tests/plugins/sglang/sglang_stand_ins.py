@@ -50,6 +50,7 @@ def layer_of(ep_size: int = 1, ep_rank: int = 0, **changes: Any) -> Any:
         moe_tp_size=1,
         moe_tp_rank=0,
         with_bias=False,
+        should_fuse_routed_scaling_factor_in_topk=False,
         w13_weight=torch.nn.Parameter(w13[held].clone(), requires_grad=False),
         w2_weight=torch.nn.Parameter(w2[held].clone(), requires_grad=False),
     )

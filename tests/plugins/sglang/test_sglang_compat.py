@@ -27,9 +27,10 @@ def test_a_release_that_lacks_a_name_gets_no_choice(tmp_path: Path, monkeypatch:
     """Before any of SGLang is imported: what is read here is a folder without a line of its code."""
     lacking = tuple(need for need in NEEDS if need.symbol != "BaseRunner.warmup")
     monkeypatch.setattr("moe_dist.framework.package_root", lambda package: tree(tmp_path, lacking))
-    with pytest.raises(
-        RuntimeError, match=r"no choice, for this SGLang does not fit \(0\.5\.20 to 0\.5\.23 do\): .*BaseRunner\.warmup: there is no"
-    ):
+    words = (
+        r"^moe_dist \S+ does not fit SGLang .+: .*BaseRunner\.warmup: there is no .*\. Use SGLang 0\.5\.20 to 0\.5\.23, .* left as it is"
+    )
+    with pytest.raises(RuntimeError, match=words):
         register()
 
 
@@ -39,7 +40,7 @@ def test_doctor_speaks_where_there_is_no_sglang_and_no_epoch(tmp_path: Path, mon
         monkeypatch.delenv(name, raising=False)
     lines = list(report(str(tmp_path), None, tp=2, ep=2, max_tokens=6))
     assert lines[0] == "sglang: not installed here"
-    assert lines[1].startswith(f"settings: tune tune, store {tmp_path}, budget 120 s, ")
+    assert lines[1].startswith(f"settings: at start-up what the store lacks is measured (tune=tune); store {tmp_path}, budget 120 s, ")
     assert lines[2] == f"tuned: {tmp_path} holds no epoch of any SGLang deployment"
     assert "--moe-runner-backend moe_dist --tp 4 --ep 2 --chunked-prefill-size 6;" in lines[3]  # SGLang's --tp counts all ranks
     assert "torchrun --nproc-per-node=4 -m moe_dist.tune --model MODEL --tp 2 --ep 2 --routed --buckets 1,2,4,6 --policy eager" in lines[4]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +67,17 @@ def test_tensor_parallel_ranks_tune_together_and_answer_as_the_model(
 def test_expert_parallel_ranks_measure_nothing_at_their_second_start(
     engines: Engines, tmp_path: Path, model: Path, truth: list[dict[str, Any]]
 ) -> None:
+    """The second one's routers leave their work to the runner (bypassed), which no key and no answer shows."""
     store = str(tmp_path / "store")
     starts = []
-    for start, run in (("cold", run_spawned_engine), ("warm", engines.run)):
+    for start, run, form in (("cold", run_spawned_engine, {}), ("warm", engines.run, {"MOE_DIST_TEST_TOPK": "bypassed"})):
         folder = tmp_path / start
         folder.mkdir()
-        ended = run(folder, model, environment(folder, store), tp_size=2, ep_size=2)
+        ended = run(folder, model, environment(folder, store, **form), tp_size=2, ep_size=2)
         assert ended.results, ended.log[-3000:]
         require_equal(ended.results, truth, 1e-4)
         assert [counts["core"] for counts in ended.counts] == [LAYERS * STEPS] * 2
+        assert [counts.get("bypassed", 0) for counts in ended.counts] == [LAYERS * STEPS if form else 0] * 2
         starts.append(epochs(ended, store))
     cold, warm = starts
     assert len(set(cold)) == len(set(warm)) == 1
@@ -84,18 +86,20 @@ def test_expert_parallel_ranks_measure_nothing_at_their_second_start(
     assert warm[0] == (cold[0][0], "0")  # the same table, and nothing timed
 
 
-@pytest.mark.parametrize("granularity", ["block", "tensor"])
+@pytest.mark.parametrize(("granularity", "form"), [("block", "packed"), ("tensor", None)])  # form: of the router's output
 def test_fp8_experts_answer_as_their_dequantised_copy(
-    engines: Engines, tmp_path: Path, model: Path, truth: list[dict[str, Any]], granularity: str
+    engines: Engines, tmp_path: Path, model: Path, truth: list[dict[str, Any]], granularity: str, form: str | None
 ) -> None:
     quantised, plain = models.make_fp8_copy(model, tmp_path / "copies", granularity)
-    ended = engines.run(tmp_path, quantised, environment(tmp_path), dtype="float16")  # SGLang takes fp8 with 16-bit activations only
+    environ = environment(tmp_path, **({"MOE_DIST_TEST_TOPK": form} if form else {}))
+    ended = engines.run(tmp_path, quantised, environ, dtype="float16")  # SGLang takes fp8 with 16-bit activations only
     assert ended.results, ended.log[-3000:]
     dequantised = models.truth(plain, PROMPTS)
     require_equal(ended.results, dequantised, 0.02)
     with pytest.raises(AssertionError):  # fp8 shows
         require_equal(ended.results, truth, 0.02)
-    assert ended.counts == ({"core": LAYERS * STEPS, "native": 0},)  # SGLang has no fp8 experts on a CPU: all of it is ours
+    counted = {"core": LAYERS * STEPS, "native": 0}  # SGLang has no fp8 experts on a CPU: all of it is ours
+    assert ended.counts == (counted | ({form: LAYERS * STEPS} if form else {}),)
     assert int(epochs(ended, "memory:")[0][1]) > 0
 
 
@@ -111,14 +115,26 @@ def test_attention_data_parallel_ranks_tune_together(engines: Engines, tmp_path:
     assert ended.returncode == 0, ended.log[-3000:]
 
 
-@pytest.mark.parametrize("fused", [False, True])  # the shared expert: a module of the model's, or a slot of each token more
-def test_scaled_grouped_routing_with_a_shared_expert(engines: Engines, tmp_path: Path, fused: bool) -> None:
-    glm = models.make_glm(tmp_path / "model")
-    ended = engines.run(tmp_path, glm, environment(tmp_path, **({"MOE_DIST_TEST_FUSE": "1"} if fused else {})))
+@pytest.mark.parametrize(
+    ("make", "card", "parallel"),
+    [
+        (models.make_glm, (), {}),  # the factor: the model's; the shared expert: a module of the model's
+        (models.make_deepseek_v2, ("SCALE",), {"tp_size": 2, "ep_size": 2}),  # the factor: our core's
+        (models.make_deepseek_v3, ("SCALE", "FUSE"), {}),  # the shared expert: a slot of each token more, whose weight the factor makes 1
+    ],
+    ids=["glm", "deepseek_v2", "deepseek_v3"],
+)
+def test_scaled_grouped_routing_with_a_shared_expert(
+    engines: Engines, tmp_path: Path, make: Callable[[Path], Path], card: Sequence[str], parallel: dict[str, int]
+) -> None:
+    """card: what the model does as on a card, see `cpu/moe_dist_cpu.py`."""
+    model = make(tmp_path / "model")
+    ended = engines.run(tmp_path, model, environment(tmp_path, **{f"MOE_DIST_TEST_{name}": "1" for name in card}), **parallel)
     assert ended.results, ended.log[-3000:]
-    require_equal(ended.results, models.truth(glm, PROMPTS), 1e-4)
-    (counts,) = ended.counts
-    assert (counts["core"], counts.get("shared", 0)) == (STEPS, fused * STEPS)  # one of its two layers is dense
+    require_equal(ended.results, models.truth(model, PROMPTS), 1e-4)
+    assert len(ended.counts) == parallel.get("tp_size", 1)
+    for counts in ended.counts:  # one of its two layers is dense
+        assert (counts["core"], counts.get("shared", 0)) == (STEPS, STEPS if "FUSE" in card else 0)
 
 
 def test_a_draft_model_tunes_apart_from_its_target_on_both_ranks(
