@@ -32,6 +32,7 @@ help:
 	@echo 'make clean      remove the environment, the tuned entries and the caches'
 
 tune: $(VENV)/.core
+	@mkdir -p .tuned
 	$(BIN)/torchrun --standalone --nproc-per-node $(TUNE_RANKS) -m moe_dist.tune $(TUNE_ARGS)
 
 # Tests of a served engine run in environments of their own, which are installed while the other tests run: pip waits for the network, they
@@ -81,11 +82,11 @@ $(VENV)/.test: $(VENV)/.core
 	tests/plugins/sglang/environment.sh $(PYTHON) .venv-sglang
 	@touch $@
 
-# The same over the Python of a later vLLM, which has no build for CPUs yet: make test-vllm-tree VLLM_TREE=0.33.0
+# All of it over the Python of a later vLLM, which has no build for CPUs yet; test-vllm runs a small part so.
 VLLM_TREE ?= 0.33.0
 test-vllm-tree: .venv-vllm/.ready
 	.venv-vllm/bin/python tests/plugins/vllm/make_env.py .venv-vllm --tree $(VLLM_TREE)
-	PYTHONPATH=$(CURDIR)/.venv-vllm/tree VLLM_TARGET_DEVICE=cpu .venv-vllm/bin/python -m pytest -n 2 --dist loadfile -q -m engine tests/plugins/vllm
+	PYTHONPATH=$(CURDIR)/.venv-vllm/tree-$(VLLM_TREE) VLLM_TARGET_DEVICE=cpu .venv-vllm/bin/python -m pytest -n 2 --dist loadfile -q -m engine tests/plugins/vllm
 
 .venv-vllm/.ready: tests/plugins/vllm/make_env.py pyproject.toml constraints.txt
 	$(PYTHON) tests/plugins/vllm/make_env.py .venv-vllm

@@ -16,6 +16,13 @@ from moe_dist.settings import plugins_to_load, serving_settings
 NAME = "moe_dist"  # the plugin's entry point and the engines' choice alike
 
 
+_AT_START = {
+    "tune": "what the store lacks is measured",
+    "replay": "what the store has is taken, and nothing is measured",
+    "off": "nothing is measured or taken, the defaults run",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Framework:
     """package: what is imported; deployments of its epochs begin with it. title: for people. distributions: that may bring the package.
@@ -35,20 +42,29 @@ class Framework:
     patched: str
     refused: str
 
-    def misfit(self) -> str | None:
-        """Why the installed release can't have moe_dist, in one line; None: it can. ModuleNotFoundError: it isn't installed."""
+    def misfit(self, version: str | None = None) -> str | None:
+        """Why the installed release can't have moe_dist, in one line; None: it can. version: as it calls itself; None: as it was installed.
+
+        ModuleNotFoundError: it isn't installed.
+        """
         root = package_root(self.package)
         if root is None:
             raise ModuleNotFoundError(f"{self.package} is not installed here", name=self.package)
         missing = problems(root, self.needs, self.package)
-        return f"this {self.title} does not fit ({self.tested} do): {'; '.join(missing)}" if missing else None
+        if not missing:
+            return None
+        release = version or next(filter(None, map(_version, self.distributions)), "of unknown version")
+        return (
+            f"moe_dist {_version('moe-dist')} does not fit {self.title} {release}: {'; '.join(missing)}. Use {self.title} {self.tested}, "
+            "or a moe_dist that knows this one"
+        )
 
     def report(self, serve: str, store: str | None, model: str, tp: int, ep: int, max_tokens: int) -> Iterator[str]:
         """Lines for people. serve: the command that serves, without the store. store: its URL; None: as an engine would choose it."""
         yield from self._installed()
         settings = serving_settings({"store": store} if store else None)
         yield (
-            f"settings: tune {settings.tune}, store {settings.store}, budget {settings.budget.total_seconds():g} s, "
+            f"settings: at start-up {_AT_START[settings.tune]} (tune={settings.tune}); store {settings.store}, budget {settings.budget.total_seconds():g} s, "
             f"strategy {settings.strategy}, policy {settings.policy}, unserved {settings.unserved}"
         )
         epochs = [epoch for epoch in stored_epochs(settings.store) if epoch.deployment.startswith(f"{self.package}:")]

@@ -54,6 +54,12 @@ class TokenCounts:
     captured: tuple[int, ...] = ()
     eager_from: int | None = None
 
+    @classmethod
+    def gathered(cls, largest: int, captured: Iterable[int], ranks: int, *, eager_from: int | None = None) -> TokenCounts:
+        """Of steps whose rows `ranks` ranks gather, padded alike. largest, captured: one rank's; what no step reaches is not captured."""
+        sizes = {count * ranks for count in captured if count <= largest}
+        return cls(largest * ranks, tuple(sorted(sizes)), eager_from)
+
     @property
     def ladder(self) -> BucketLadder:
         """Powers of two, the largest count, and the largest captured one, so that no bucket is shared by graphs and larger eager calls."""
@@ -250,8 +256,8 @@ def _spare_bytes(device: torch.device | None) -> int | None:
 
 
 def stored_epochs(url: str) -> list[Epoch]:
-    """The newest readable epoch of every deployment in a store, by deployment. StoreError: the URL has no meaning."""
-    store = open_store(url)
+    """The newest readable epoch of every deployment in a store, by deployment; leaves it as it is. StoreError: the URL has no meaning."""
+    store = open_store(url, upkeep=False)
     try:
         newest: dict[str, Epoch] = {}
         for key in store.list(EPOCHS):  # rising, so that the last readable one of a deployment stays

@@ -105,6 +105,15 @@ ARROWS: dict[str, tuple[str, ...]] = {
         ("moe_dist_vllm", "moe_dist_sglang"),
         ("moe_dist", "moe_dist.serving", "moe_dist.settings", "moe_dist.framework", "moe_dist.interop"),
     ),
+    "moe_dist_sglang.bench": (  # times as the core's benchmark of kernels does
+        "moe_dist",
+        "moe_dist.serving",
+        "moe_dist.bench",
+        "moe_dist.tuning.identity",
+        "moe_dist.tuning.measure",
+        "moe_dist.tuning.policy",
+        "moe_dist_sglang",
+    ),
 }
 LIGHT = ("triton", "redis", "vllm", "sglang")  # what the core's import never loads
 

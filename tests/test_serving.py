@@ -60,6 +60,8 @@ def test_buckets_are_those_that_the_engine_runs() -> None:
     assert [b.high for b in TokenCounts(100, (1, 24), eager_from=1).buckets("eager")] == [1, 2, 4, 8, 16, 24, 32, 64, 100]
     assert [b.high for b in TokenCounts(5).buckets("eager")] == [1, 2, 4, 5]
     assert not TokenCounts(5).buckets("cuda_graph")
+    # Of four ranks that gather their rows: a step that no rank can fill is not captured.
+    assert TokenCounts.gathered(16, [8, 1, 16, 32], 4, eager_from=1) == TokenCounts(64, (4, 32, 64), 1)
 
 
 def test_deadlines_stay_below_the_engine_s_own() -> None:
@@ -87,6 +89,7 @@ def test_settings_come_from_the_engine_then_the_environment_then_defaults() -> N
         ({"budget_s": "soon"}, r"budget is 'soon' \(MOE_DIST_BUDGET_S\); it must be a number of seconds"),
         ({"budget_s": "inf"}, r"budget is 'inf'"),
         ({"budget_s": 0}, r"budget is 0 s \(MOE_DIST_BUDGET_S\); it must be above 0"),
+        ({"store": ""}, "^moe_dist's store is empty; name a folder or URL, or leave it out for MOE_DIST_STORE or the default$"),
         ({"stroe": "x"}, r"no setting 'stroe'; known: budget_s, policy, store, strategy, tune, unserved"),
     ],
 )

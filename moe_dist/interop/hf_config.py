@@ -132,13 +132,19 @@ def read_model(name_or_path: str) -> ModelShape:
     if path.is_dir() or path.is_file():
         return _read(name_or_path, _load(path))
     if name_or_path.endswith(".json") or name_or_path.startswith((".", "/", "~")):
-        raise ConfigError(f"model {name_or_path!r}: no such file or folder")
+        raise ConfigError(f"model {name_or_path!r}: no such file or folder{_here(path)}")
     if (found := _known(name_or_path)) is not None:
         return _read(found[0], found[1]["config"])
     published, wanted = _published(), name_or_path.lower()
     close = difflib.get_close_matches(wanted.split("/")[-1], published, n=4, cutoff=0.5)
     hint = f"close names: {', '.join(close)}" if close else f"known: {', '.join(sorted(published))}"
-    raise ConfigError(f"unknown model {name_or_path!r}; {hint}; for any other, pass its config.json or the folder that holds it")
+    unknown = f"unknown model {name_or_path!r}, and no such file or folder{_here(path)}"
+    raise ConfigError(f"{unknown}; {hint}; for any other, pass its config.json or the folder that holds it")
+
+
+def _here(path: Path) -> str:
+    """Where `path` was looked for."""
+    return "" if path.is_absolute() else f" in {Path.cwd()}"
 
 
 def loadable(name_or_path: str) -> str:

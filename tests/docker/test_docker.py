@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 import redis
-from redis_server import BINARY, free_port
+from redis_server import BINARY, dies_with_parent, free_port
 from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parents[2]
@@ -205,7 +205,7 @@ def running_redis(service: dict[str, Any], configs: dict[str, Any], folder: Path
     assert volume.endswith(":/data")  # the working folder of the base image
     (folder / "data").mkdir(exist_ok=True)
     environ = {**service["environment"], "PATH": f"{folder}/bin:/usr/bin:/bin", "TEST_PORT": str(port)}
-    server = subprocess.Popen(command, cwd=folder / "data", env=environ, stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(dies_with_parent(command), cwd=folder / "data", env=environ, stdout=subprocess.DEVNULL)
     try:
         yield environ
     finally:

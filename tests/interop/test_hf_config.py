@@ -272,9 +272,11 @@ def test_refusals_name_what_is_wrong(tmp_path: Path, raw: Any, message: str) -> 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("qwen3-30b", r"unknown model 'qwen3-30b'; close names: qwen3-30b-a3b.*pass its config.json or the folder"),
-        ("zzz", "unknown model 'zzz'; known: deepseek-r1, "),
-        ("./missing/config.json", "no such file or folder"),
+        ("qwen3-30b", r"unknown model 'qwen3-30b', and no such .*; close names: qwen3-30b-a3b.*pass its config.json or the folder"),
+        ("zzz", "unknown model 'zzz', and no such file or folder in /.+; known: deepseek-r1, "),
+        ("./missing/config.json", r"model '\./missing/config\.json': no such file or folder in /.+"),
+        ("models/missing", "unknown model 'models/missing', and no such file or folder in /"),
+        ("/missing/model", "model '/missing/model': no such file or folder$"),
     ],
 )
 def test_unknown_names(name: str, message: str) -> None:
