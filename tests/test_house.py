@@ -69,7 +69,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # A pass, from its words up; then tuner.py and context.py.
     "moe_dist.tuning.pass_terms": (*LEAVES, *TUNER_PARTS),
     "moe_dist.tuning.misses": (*LEAVES, *TUNER_PARTS),
-    "moe_dist.tuning.adoption": (*LEAVES, *TUNER_PARTS, "moe_dist.tuning.misses"),
+    "moe_dist.tuning.adoption": (*LEAVES, *TUNER_PARTS, "moe_dist.tuning.pass_terms", "moe_dist.tuning.misses"),
     "moe_dist.tuning.rounds": (*LEAVES, *TUNER_PARTS, "moe_dist.tuning.pass_terms", "moe_dist.tuning.adoption"),
     "moe_dist.tuning.apart": (*LEAVES, *TUNER_PARTS, "moe_dist.tuning.pass_terms", "moe_dist.tuning.rounds"),
     "moe_dist.tuning.tune_pass": (*LEAVES, *TUNER_PARTS, *PASS_PARTS),

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgpack
 
@@ -21,6 +21,7 @@ from moe_dist.stores.base import Store
 from moe_dist.stores.codec import Malformed, decode_epoch
 from moe_dist.tuning.identity import Environment
 from moe_dist.tuning.misses import differences, environment_of
+from moe_dist.tuning.pass_terms import Limits
 from moe_dist.tuning.pins import Pins
 from moe_dist.tuning.problem import Bucket, Cell, Epoch, Operation, Problem, Tactic, digest
 
@@ -29,7 +30,7 @@ log = logging.getLogger("moe_dist.tuning")
 _NOTHING = "there is no committed epoch"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Committed:
     """An epoch as it lies in the store. entries: store key -> bytes, which are decoded when they are hit. key: where it lies."""
 
@@ -77,9 +78,14 @@ def choose_committed(
     wanted: Collection[str] = (),
     environments: Collection[str] = (),
     buckets: Collection[tuple[str, Bucket]] = (),
+    serving: Epoch | None = None,
+    why_not: Callable[[Committed], str | None] = lambda found: None,
 ) -> tuple[Committed | None, str]:
     """The newest epoch of `deployment` that holds most of the problems `wanted` (their digests), and of those most of `buckets` (mode,
     bucket), since another job, or a run that was ended early, may have published fewer; none wanted: the newest.
+
+    serving: the epoch in force here. One that is older is chosen only if it holds a problem wanted that this one lacks: it was superseded.
+    why_not: the reason why an epoch can't be served here; such a one is chosen only where all are, so that the reason is said.
 
     environments: of the ranks that would serve it, by their digests. What was tuned in all of them goes before anything else, since
     replicas may have other GPUs, or be upgraded one after the other: one epoch is read of each set of cells tuned there, and where
@@ -112,10 +118,19 @@ def choose_committed(
             f"groups that tune different problems have published under deployment {deployment!r}: {candidates[0]} and {apart[0]}; record "
             "this group's operations before it reloads, or give each group a deployment name of its own"
         )
-    best = max(candidates, key=lambda found: (len(found.problems & set(wanted)), found.covers(wanted, buckets), found.epoch.number))
-    if best.problems & set(wanted):
-        return best, ""
-    return None, f"deployment {deployment!r} has no epoch of the problems recorded or served here ({_listed(wanted)}): it has {best}"
+    fitting = [found for found in candidates if found.problems & set(wanted)]
+    if not fitting:
+        lacks = f"deployment {deployment!r} has no epoch of the problems recorded or served here ({_listed(wanted)})"
+        return None, f"{lacks}: it has {candidates[0]}"
+    served = Committed(b"", serving or Epoch(), {})
+    current = [found for found in fitting if found.epoch.number >= served.epoch.number or found.problems & set(wanted) - served.problems]
+    if not current:
+        return None, f"{served} is served here, and the newest of deployment {deployment!r} is older: {fitting[0]}"
+    ranked = sorted(current, key=lambda found: (-len(found.problems & set(wanted)), -found.covers(wanted, buckets), -found.epoch.number))
+    chosen = next((found for found in ranked if why_not(found) is None), ranked[0])
+    if chosen is not ranked[0]:
+        log.warning("%s is passed over for %s: %s", ranked[0], chosen, why_not(ranked[0]))
+    return chosen, ""
 
 
 def adopt_newest(
@@ -127,31 +142,37 @@ def adopt_newest(
     arena: Arena | None,
     pins: Pins,
     buckets: Collection[tuple[str, Bucket]],
+    limits: Limits,
 ) -> tuple[Committed | None, Arena | None]:
     """The epoch that all ranks of `group` adopt, the leader's choice among the deployment's that they serve, and the arena to serve with.
 
-    buckets: (mode, bucket) of what is run here.
+    buckets: (mode, bucket) of what is run here. limits: this rank's. The leader passes over what it would refuse itself; what another rank
+    refuses none adopts, nor a second choice: a pass takes over what all can serve of it, cell by cell, and tunes the rest.
 
     None, said in the log: there is no such epoch, or a rank can't serve it, or has pins on another. PassAborted: a rank can't have the symmetric memory.
     """
     found: Committed | None = None
+
+    @functools.cache
+    def why_not(said: Committed) -> str | None:
+        return _why_not(said, environment, records, limits)
 
     def choose(words: list[bytes]) -> bytes:
         """The leader's part: it alone lists the store, and says what all adopt, or why nothing."""
         nonlocal found
         asked = [msgpack.unpackb(word) for word in dict.fromkeys(words)]
         wanted = {problem for _, problems in asked for problem in problems}
-        found, missing = choose_committed(store, serving.deployment, wanted, {there for there, _ in asked}, buckets)
+        found, missing = choose_committed(store, serving.deployment, wanted, {there for there, _ in asked}, buckets, serving, why_not)
         packed: bytes = msgpack.packb(
             [found.key, digest(found.value), [found.epoch.number, found.epoch.digest, sorted(found.environments)], "", False]
             if found
-            else ["", "", [0, "", []], missing or _NOTHING, bool(missing and not wanted)]
+            else ["", "", [0, "", []], missing or _NOTHING, bool(missing and (not wanted or serving.number))]
         )
         return packed
 
     def accept(said: Committed | None, missing: str) -> list[tuple[str, str, str, bool]]:
         held = pins.why_not_replace() if said and said.epoch.digest != serving.digest else None
-        reason = (held or _why_not(said, environment, records) or "") if said else missing
+        reason = (held or why_not(said) or "") if said else missing
         word = [reason, said.epoch.digest if said else "", serving.digest, bool(key) and said is None and not missing]
         return [msgpack.unpackb(answer) for answer in group.exchange("reload-accept", msgpack.packb(word))]
 
@@ -210,13 +231,13 @@ def _tuned_elsewhere(found: Committed, environment: Environment) -> str | None:
         return str(error)
 
 
-def _why_not(found: Committed, environment: Environment, records: Mapping[Problem, Operation]) -> str | None:
+def _why_not(found: Committed, environment: Environment, records: Mapping[Problem, Operation], limits: Limits) -> str | None:
     """Why this rank can't serve the epoch; None: it can."""
     if (reason := _tuned_elsewhere(found, environment)) is not None:
         return reason
     for cell, winner in found.epoch.winners.items():
         operation = records.get(cell.problem)
-        if operation is not None and (reason := operation.why_not(winner.tactic, cell.bucket)) is not None:
+        if operation is not None and (reason := limits.why_not(operation, cell, winner.tactic)) is not None:
             return f"{cell}: {winner.tactic}: {reason}"
     return None
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -93,25 +92,30 @@ class Journal:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
-    def quarantined(self, tactic_key: str) -> str | None:
-        """Why the candidate must not run here; None: it may."""
-        marks = itertools.chain(self._dead(f"{_name(tactic_key)}-*"), self._dead(f"{_TIMING}-*"))
-        found = {path: mark for path, mark in marks if mark.tactic_key == tactic_key}
-        deaths = _separate(found.values())
-        if len(deaths) < DEATHS_TO_QUARANTINE:
-            return None
-        when = " and ".join(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(mark.wall_s)) for mark in deaths[-DEATHS_TO_QUARANTINE:])
-        return f"it was running when its process died, at {when}; to try it again, remove {' '.join(map(str, sorted(found)))}"
+    def quarantined(self) -> dict[str, str]:
+        """The candidates that must not run here, by their keys, and why."""
+        found: dict[str, dict[Path, _Mark]] = {}
+        for path, mark in self._dead():
+            found.setdefault(mark.tactic_key, {})[path] = mark
+        reasons = {}
+        for tactic_key, marks in found.items():
+            deaths = _separate(marks.values())
+            if len(deaths) >= DEATHS_TO_QUARANTINE:
+                last = deaths[-DEATHS_TO_QUARANTINE:]
+                when = " and ".join(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(mark.wall_s)) for mark in last)
+                files = " ".join(map(str, sorted(marks)))
+                reasons[tactic_key] = f"it was running when its process died, at {when}; to try it again, remove {files}"
+        return reasons
 
     def clear(self) -> None:
         """Forget every death in this environment on this host, and so lift its quarantines. Live marks stay."""
-        for path, _ in self._dead("*"):
+        for path, _ in self._dead():
             with contextlib.suppress(OSError):
                 path.unlink()
 
-    def _dead(self, pattern: str) -> Iterator[tuple[Path, _Mark]]:
+    def _dead(self) -> Iterator[tuple[Path, _Mark]]:
         try:
-            paths = sorted(self.folder.glob(pattern))
+            paths = sorted(self.folder.glob("*"))
         except OSError as error:
             self._warn(error)
             return

@@ -16,8 +16,10 @@ from typing import Any
 from moe_dist.distributed.symmetric import Arena
 from moe_dist.stores.codec import encode_entry
 from moe_dist.tuning.identity import Environment, Key
+from moe_dist.tuning.journal import Journal
+from moe_dist.tuning.measure import journal_key
 from moe_dist.tuning.policy import MeasurementPolicy
-from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, Entry, Epoch, ProbeSpec, Tactic, Timed, canonical, pack
+from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, Entry, Epoch, Operation, ProbeSpec, Tactic, Timed, canonical, pack
 from moe_dist.tuning.search import Standing
 
 BUDGET_ENDED = "the time budget ended before it was timed to the end"
@@ -53,6 +55,33 @@ class PassSettings:
     def key(self, environment: Environment, cell: Cell) -> Key:
         """Where the winner of `cell` lies for ranks of `environment`."""
         return Key(environment=environment, cell=cell, policy=self.policy.kind, objective=self.objective, probe=self.probe)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What keeps a rank from running a tactic besides the operation's own reasons: of candidates, of stored entries and of an epoch alike.
+
+    workspace_bytes: that a tactic may need; None: no limit. quarantined: by the journal, {journal key: reason}.
+    """
+
+    workspace_bytes: int | None
+    quarantined: Mapping[str, str]
+
+    @classmethod
+    def of(cls, workspace_bytes: int | None, journal: Journal | None) -> Limits:
+        return cls(workspace_bytes, journal.quarantined() if journal is not None else {})
+
+    def why_not(self, operation: Operation, cell: Cell, tactic: Tactic) -> str | None:
+        """Why this rank does not run `tactic` for `cell`; None: it may. The default is never quarantined: what runs where nothing wins."""
+        if (reason := operation.why_not(tactic, cell.bucket)) is not None:
+            return reason
+        if self.workspace_bytes is not None:
+            needed = operation.workspace(tactic, cell.bucket.high).nbytes
+            if needed > self.workspace_bytes:
+                return f"needs {needed} bytes of workspace; the limit is {self.workspace_bytes}"
+        if self.quarantined and tactic != operation.default(cell.bucket, cell.mode):
+            return self.quarantined.get(journal_key(cell, tactic))
+        return None
 
 
 @dataclasses.dataclass(frozen=True)

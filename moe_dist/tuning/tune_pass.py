@@ -27,8 +27,7 @@ from moe_dist.tuning.adoption import read_committed, reserve_for
 from moe_dist.tuning.apart import Apart
 from moe_dist.tuning.identity import Environment, Key
 from moe_dist.tuning.journal import Journal
-from moe_dist.tuning.measure import journal_key
-from moe_dist.tuning.pass_terms import Decided, PassOutcome, PassSettings, ProgressEvent
+from moe_dist.tuning.pass_terms import Decided, Limits, PassOutcome, PassSettings, ProgressEvent
 from moe_dist.tuning.problem import Bucket, Cell, CompileAhead, Entry, Epoch, Operation, Problem, Tactic, Winner, pack
 from moe_dist.tuning.rounds import Rounds
 
@@ -178,6 +177,7 @@ class TunePass:
         answers: list[plan.CellAnswer | None] = []
         mixed = len(self._environments) > 1
         known = {(entry.key_digest, entry.tactic) for _, entry in self._held.values()} if mixed else set()
+        limits = Limits.of(proposal.workspace_limit, self._journal)
         for proposed in proposal.cells:
             operation = self._records.get(proposed.cell.problem)
             if operation is None:
@@ -185,8 +185,8 @@ class TunePass:
                 continue
             self._group.progress()
             keys = {self._key(proposed.cell, environment).digest for environment in self._environments} if mixed else set()
-            hits = tuple(self._why_not_hit(operation, proposed, hit, keys, known, proposal.workspace_limit) for hit in proposed.hits)
-            candidates = tuple(self._why_not(operation, proposed, tactic, proposal.workspace_limit) for tactic in proposed.candidates)
+            hits = tuple(self._why_not_hit(operation, proposed, hit, keys, known, limits) for hit in proposed.hits)
+            candidates = tuple(limits.why_not(operation, proposed.cell, tactic) for tactic in proposed.candidates)
             answers.append(plan.CellAnswer(hits, candidates))
         return plan.Answer(tuple(answers))
 
@@ -197,7 +197,7 @@ class TunePass:
         hit: bytes,
         keys: Collection[str],
         known: Collection[tuple[str, Tactic]],
-        limit: int | None,
+        limits: Limits,
     ) -> str | None:
         """keys: of the cell in each environment of a mixed group; known: (key, winner) of all entries that this rank holds."""
         if hit not in self._held:
@@ -207,21 +207,10 @@ class TunePass:
         # What was tuned in a peer's environment counts here only where this one has come to the same winner.
         if entry.key_digest != own and (entry.key_digest not in keys or (own, entry.tactic) not in known):
             return f"it was tuned under another key ({entry.key_digest[:8]})"
-        reason = self._why_not(operation, proposed, entry.tactic, limit)
+        reason = limits.why_not(operation, proposed.cell, entry.tactic)
         if reason is not None:
             log.warning("%s: the stored winner %s is a miss: %s", proposed.cell, entry.tactic, reason)
         return reason
-
-    def _why_not(self, operation: Operation, proposed: plan.ProposedCell, tactic: Tactic, limit: int | None) -> str | None:
-        cell = proposed.cell
-        if (reason := operation.why_not(tactic, cell.bucket)) is not None:
-            return reason
-        needed = operation.workspace(tactic, cell.bucket.high).nbytes
-        if limit is not None and needed > limit:
-            return f"needs {needed} bytes of workspace; the limit is {limit}"
-        if self._journal is not None and tactic != proposed.default:
-            return self._journal.quarantined(journal_key(cell, tactic))
-        return None
 
     # -- compile --------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from moe_dist.tuning.adoption import adopt_newest
 from moe_dist.tuning.identity import Environment, build_environment
 from moe_dist.tuning.journal import Journal
 from moe_dist.tuning.misses import why_nothing_fits
-from moe_dist.tuning.pass_terms import PassOutcome, PassSettings, ProgressEvent
+from moe_dist.tuning.pass_terms import Limits, PassOutcome, PassSettings, ProgressEvent
 from moe_dist.tuning.pins import Pin, Pins
 from moe_dist.tuning.policy import OBJECTIVES, STRATEGIES, MeasurementPolicy
 from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, Epoch, Operation, ProbeSpec, Problem, Tactic, Winner
@@ -200,15 +200,19 @@ class Tuner:
         """Adopt the deployment's newest committed epoch from the store: of the problems recorded or served here (among several, the
         one that has most of this ladder), of any where there are none. In a group all ranks call it and adopt the leader's.
 
-        True: adopted. False: there is none, or it can't be told which, or a rank can't serve it (its environment differs, a backend objects, or it is pinned
-        to another epoch), said in the log.
-        Symmetric memory is reserved for the operations recorded so far. PassAborted: a rank can't have it.
+        An epoch that is older than the one served is adopted only if it has a problem recorded here that this one lacks. The leader
+        passes over an epoch that it would refuse for a reason of its own.
+
+        True: adopted, or served already. False: there is none, or it can't be told which, or a rank refuses it (its environment differs, it is pinned
+        to another epoch; a backend, its workspace limit or its journal objects to a winner, as a pass objects to a candidate), said in the log.
+        Winners are judged, and symmetric memory is reserved, for the operations recorded so far. PassAborted: a rank can't have it.
         """
         self._require_usable()
+        limits = Limits.of(self._workspace_limit, self._journal)
         run = {(mode, bucket) for mode in self.policy.modes(self.device.type) for bucket in self.ladder.buckets()}
         with reporting(self.store, self._store_goes_on):
             found, self.arena = adopt_newest(
-                self._group, self.store, self.environment, self._records, self.epoch, self.arena, self.pins, run
+                self._group, self.store, self.environment, self._records, self.epoch, self.arena, self.pins, run, limits
             )
         if found is None:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,28 @@ def reloads_elsewhere(rank: Rank, field: str, other: Any) -> Any:
         if rank.index == 1:
             tuner.environment = dataclasses.replace(tuner.environment, **{field: other})
         return tuner.reload(), tuner.epoch is before, tuner.epoch.digest
+
+
+def reloads_with_less_room(rank: Rank) -> Any:
+    """Rank 1 has less workspace than the winner needs."""
+    with make_tuner(rank, "reduce", workspace_limit=10 if rank.index == 1 else None) as tuner:
+        tuner.record(FakeOperation("a", COSTS, workspaces={"quick": 11}))
+        said: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("moe_dist.tuning").addHandler(handler)
+        return tuner.reload(), len(tuner.epoch.winners), said
+
+
+def test_no_rank_adopts_a_winner_that_one_has_no_room_for(tmp_path: Path) -> None:
+    run_ranks(tune, 2, tmp_path, "reduce", one_operation)
+    outcomes = run_ranks(reloads_with_less_room, 3, tmp_path)
+    assert [outcome.error for outcome in outcomes] == [""] * 3, outcomes
+    for outcome in outcomes:
+        adopted, winners, said = outcome.value
+        assert (adopted, winners, len(said)) == (False, 0, 1)
+        assert said[0].startswith("the committed epoch is not adopted: rank 1: ")
+        assert said[0].endswith(": fake(name=quick): needs 11 bytes of workspace; the limit is 10")
 
 
 # What an agreement refuses, a reload refuses, too: no rank adopts what one of them can't serve.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +24,12 @@ from moe_dist.stores.codec import encode_epoch
 from moe_dist.stores.memory import MemoryStore
 from moe_dist.tuning.adoption import adopt_newest, choose_committed
 from moe_dist.tuning.identity import build_environment
+from moe_dist.tuning.journal import Journal
+from moe_dist.tuning.measure import journal_key
+from moe_dist.tuning.pass_terms import Limits
 from moe_dist.tuning.pins import Pins
 from moe_dist.tuning.policy import MeasurementPolicy
-from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, Epoch, Problem, Winner, digest
+from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, Epoch, Problem, Tactic, Winner, Workspace, digest
 from moe_dist.tuning.tuner import Tuner
 
 
@@ -130,6 +136,134 @@ def test_a_joiner_keeps_its_ladder_when_a_job_of_another_publishes(tmp_path: Pat
     with tuner(1, 4, 16, 64) as joiner:
         assert joiner.reload()
         assert [bucket.high for bucket in joiner.epoch.of(operation.problem, "eager")] == [1, 4, 16, 64]
+
+
+# -- what is served is not left for what it superseded, nor for what a rank refuses ------------------------------------------------
+
+
+# (number, problems, buckets of the ladder): what is stored, what is served, and what is chosen; None: nothing.
+@pytest.mark.parametrize(
+    ("stored", "served", "number"),
+    [
+        ([(1, "a", 4), (2, "a", 2)], (2, "a", 2), 2),  # what was superseded covers more
+        ([(1, "a", 4)], (2, "a", 2), None),  # the epoch served could not be published
+        ([(1, "a", 4), (2, "a", 2), (3, "a", 3)], (2, "a", 2), 3),
+        ([(1, "a", 4), (2, "a", 2), (3, "a", 1)], (2, "a", 2), 2),  # newer, and fewer
+        ([(2, "a", 4)], (2, "a", 2), 2),  # published by another at the same moment
+        ([(1, "ab", 2), (2, "a", 4)], (2, "a", 4), 1),  # the only one that has a problem which is run here, too
+        ([(1, "ab", 4), (2, "ab", 2)], (2, "ab", 2), 2),
+        ([(1, "abc", 4), (2, "ab", 2)], (2, "ab", 2), 2),  # which nobody runs here
+    ],
+)
+def test_no_epoch_is_left_for_one_that_it_superseded(
+    stored: list[tuple[int, str, int]], served: tuple[int, str, int], number: int | None
+) -> None:
+    ladder = BucketLadder((1, 2, 4, 8)).buckets()
+
+    def table(number: int, names: str, count: int) -> Epoch:
+        return Epoch(number, "d", {Cell(problem(name), "eager", bucket): WON for name in names for bucket in ladder[:count]})
+
+    store, run = store_of(*(table(*each) for each in stored)), {("eager", bucket) for bucket in ladder}
+    found, reason = choose_committed(store, "d", digests("ab"), (), run, table(*served))
+    assert (found and found.epoch.number) == number
+    ours = next(iter(digests("a")))[:8]
+    older = f"epoch 2 of problems {ours} is served here, and the newest of deployment 'd' is older: epoch 1 of problems {ours}"
+    assert reason == ("" if found else older)
+
+
+POLICY = MeasurementPolicy(rounds=1, sweeps=1, window=timedelta(milliseconds=1))
+COSTS = {"plain": 3000.0, "quick": 300.0}
+
+
+def tuner_of(store: Path, operation: FakeOperation, *bounds: int, **settings: Any) -> Tuner:
+    made = Tuner(store=str(store), policy=POLICY, ladder=BucketLadder(bounds), device="cpu", **settings)
+    made.record(operation)
+    return made
+
+
+# The second job's pass is of the first bucket; or of both, where the other's winner needs more workspace than there is, and another more time.
+@pytest.mark.parametrize(
+    ("settings", "passed"), [({}, 1), ({"workspace_limit": 10, "budget": timedelta(microseconds=1)}, 2)], ids=["a part", "budget and limit"]
+)
+def test_a_rank_that_serves_less_than_was_there_before_does_not_go_back(settings: Mapping[str, Any], passed: int, tmp_path: Path) -> None:
+
+    class Growing(FakeOperation):
+        def workspace(self, wanted: Tactic, num_tokens: int) -> Workspace:
+            return Workspace(num_tokens if wanted == tactic("quick") else 0)
+
+    operation = Growing("a", COSTS)
+    with tuner_of(tmp_path, operation, 4, 16) as first:
+        first.run_pass()
+        assert [bucket.high for bucket in first.epoch.of(operation.problem, "eager")] == [4, 16]
+    with tuner_of(tmp_path, operation, 4, 16, **settings) as second:
+        second.run_pass(second.ladder.buckets()[:passed])
+        assert second.reload(), "its own is the newest"
+        assert (second.epoch.number, [bucket.high for bucket in second.epoch.of(operation.problem, "eager")]) == (2, [4])
+    with tuner_of(tmp_path, operation, 4, 16) as joiner:
+        assert joiner.reload()
+        assert joiner.epoch.number == 1, "who has room joins with the most of what it runs"
+
+
+def test_a_rank_whose_own_epoch_could_not_be_published_keeps_it_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with tuner_of(tmp_path, FakeOperation("a", COSTS), 4, 16) as first:
+        first.run_pass()
+    with tuner_of(tmp_path, FakeOperation("a", {"plain": 300.0}), 4) as second:
+        second.run_pass(publish=False)
+        with caplog.at_level(logging.WARNING):
+            assert not second.reload()
+        assert second.epoch.number == 2
+    assert "the newest of deployment 'default' is older: epoch 1 of problems" in caplog.text
+
+
+DIES = """
+import os, sys
+from moe_dist.tuning.journal import Journal
+with Journal(*sys.argv[1:3]).running(sys.argv[3]):
+    os._exit(9)
+"""
+
+
+# What a candidate and a stored entry are refused for, an epoch is, too: (settings of the joiner, deaths of the winner here, the reason).
+@pytest.mark.parametrize(
+    ("settings", "deaths", "reason"),
+    [
+        ({"workspace_limit": 10}, 0, "tokens 1-4: fake(name=quick): needs 11 bytes of workspace; the limit is 10"),
+        ({}, 2, "tokens 1-4: fake(name=quick): it was running when its process died, at "),
+        ({"workspace_limit": 11}, 1, ""),
+    ],
+)
+def test_an_epoch_whose_winner_this_rank_s_limit_or_journal_refuses_is_passed_over(
+    settings: Mapping[str, Any], deaths: int, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    operation = FakeOperation("a", COSTS, workspaces={"quick": 11})
+    with tuner_of(tmp_path, operation, 4) as job:
+        report = job.run_pass()
+    journal = Journal(tmp_path / "journal", job.environment.digest)
+    for _ in range(deaths):
+        killed = [
+            sys.executable,
+            "-c",
+            DIES,
+            tmp_path / "journal",
+            job.environment.digest,
+            journal_key(report.rows[0].cell, tactic("quick")),
+        ]
+        assert subprocess.run(killed, timeout=60).returncode == 9
+    assert bool(journal.quarantined()) == (deaths == 2)
+    with tuner_of(tmp_path, operation, 4, journal=tmp_path / "journal", **settings) as joiner, caplog.at_level(logging.WARNING):
+        assert joiner.reload() == (not reason)
+        assert bool(joiner.epoch.winners) == (not reason)
+        assert ("the committed epoch is not adopted: rank 0: " in caplog.text) == bool(reason)
+        assert reason in caplog.text
+        # Another job tunes on without that winner, and leaves an epoch that can be served here: the one that covers less.
+        caplog.clear()
+        with tuner_of(tmp_path, FakeOperation("a", {"plain": 300.0}), 2) as other:
+            other.run_pass()
+        assert joiner.reload()
+        assert (joiner.epoch.number, [bucket.high for bucket in joiner.epoch.of(operation.problem, "eager")]) == (
+            (2, [2]) if reason else (1, [4])
+        )
+        assert (f"epoch 1 of problems {next(iter(digests('a')))[:8]} is passed over for epoch 2" in caplog.text) == bool(reason)
 
 
 def test_two_groups_that_publish_at_once_overwrite_nothing() -> None:
@@ -294,7 +428,7 @@ def test_ranks_that_serve_different_epochs_and_adopt_none_are_told_so_and_may_tu
     def adopt(group: RankGroup) -> None:
         serving = committed(2, "a", won="plain" if group.rank == 1 else "quick")
         with pytest.raises(PassAborted, match="epochs differ: rank 1 holds another than the rest; the pass is aborted, nothing") as told:
-            adopt_newest(group, MemoryStore(), environment, {}, serving, None, Pins(), ())
+            adopt_newest(group, MemoryStore(), environment, {}, serving, None, Pins(), (), Limits.of(None, None))
         assert told.value.ranks == (1,)
         assert group.dead is None
         group.close()

@@ -52,25 +52,25 @@ def kill(child):
 
 def test_two_deaths_quarantine_and_one_does_not(tmp_path):
     journal = Journal(tmp_path, "e1")
-    assert journal.quarantined("cell/x") is None
+    assert journal.quarantined().get("cell/x") is None
     assert run(tmp_path, "exit") == 3
-    assert journal.quarantined("cell/x") is None
+    assert journal.quarantined().get("cell/x") is None
     kill(start(tmp_path, "wait"))
-    assert "it was running when its process died, at " in journal.quarantined("cell/x")
-    assert journal.quarantined("cell/y") is None
-    assert Journal(tmp_path, "e2").quarantined("cell/x") is None
+    assert "it was running when its process died, at " in journal.quarantined().get("cell/x")
+    assert journal.quarantined().get("cell/y") is None
+    assert Journal(tmp_path, "e2").quarantined().get("cell/x") is None
 
 
 @pytest.mark.parametrize("deeds", [("windows", "windows"), ("exit", "windows"), ("windows", "exit")])
 def test_a_death_while_candidates_are_timed_is_that_of_the_last_one_named(tmp_path, deeds):
     journal = Journal(tmp_path, "e1")
     for deed in deeds:
-        assert journal.quarantined("cell/x") is None
+        assert journal.quarantined().get("cell/x") is None
         assert run(tmp_path, deed) == 3
-    reason = journal.quarantined("cell/x")
+    reason = journal.quarantined().get("cell/x")
     assert all(str(path) in reason for path in _marks(tmp_path)), "what to remove is named"
     for named_before in ("cell/y", "cell/of-a-longer-name"):
-        assert journal.quarantined(named_before) is None
+        assert journal.quarantined().get(named_before) is None
     journal.clear()
     assert _marks(tmp_path) == []
 
@@ -98,25 +98,25 @@ def test_candidates_that_are_timed_to_the_end_leave_no_mark(tmp_path):
 def test_an_orderly_exit_is_no_death(tmp_path, deed):
     for _ in range(2):
         run(tmp_path, deed)
-    assert Journal(tmp_path, "e1").quarantined("cell/x") is None
+    assert Journal(tmp_path, "e1").quarantined().get("cell/x") is None
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_live_process_is_no_death(tmp_path):
     run(tmp_path, "exit")
     child = start(tmp_path, "wait")
-    assert Journal(tmp_path, "e1").quarantined("cell/x") is None
+    assert Journal(tmp_path, "e1").quarantined().get("cell/x") is None
     os.kill(child.pid, signal.SIGSTOP)
-    assert Journal(tmp_path, "e1").quarantined("cell/x") is None
+    assert Journal(tmp_path, "e1").quarantined().get("cell/x") is None
     kill(child)
-    assert Journal(tmp_path, "e1").quarantined("cell/x") is not None
+    assert Journal(tmp_path, "e1").quarantined().get("cell/x") is not None
 
 
 def test_a_zombie_is_dead(tmp_path):
     run(tmp_path, "exit")
     child = start(tmp_path, "exit")
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended and nobody has fetched its status
-    assert Journal(tmp_path, "e1").quarantined("cell/x") is not None
+    assert Journal(tmp_path, "e1").quarantined().get("cell/x") is not None
     child.communicate()
 
 
@@ -126,24 +126,24 @@ def test_ranks_that_die_together_are_one_death(tmp_path):
         child.communicate()
     # The three were started one after another here, so that the later ones may have been born after the first mark: align them.
     _rewrite(tmp_path, started_s=lambda mark: 1.0)
-    assert Journal(tmp_path, "e1").quarantined("cell/x") is None
+    assert Journal(tmp_path, "e1").quarantined().get("cell/x") is None
     run(tmp_path, "exit")
-    assert Journal(tmp_path, "e1").quarantined("cell/x") is not None
+    assert Journal(tmp_path, "e1").quarantined().get("cell/x") is not None
 
 
 def test_a_recycled_pid_is_not_taken_for_alive(tmp_path):
     run(tmp_path, "exit")
     run(tmp_path, "exit")
     _rewrite(tmp_path, pid=lambda mark: os.getpid())  # alive, but not started when the marks say
-    assert Journal(tmp_path, "e1").quarantined("cell/x") is not None
+    assert Journal(tmp_path, "e1").quarantined().get("cell/x") is not None
 
 
 def test_deaths_before_a_reboot_count(tmp_path):
     run(tmp_path, "exit")
     _rewrite(tmp_path, boot=lambda mark: "an earlier boot", marked_s=lambda mark: 1e9)
-    assert Journal(tmp_path, "e1").quarantined("cell/x") is None
+    assert Journal(tmp_path, "e1").quarantined().get("cell/x") is None
     run(tmp_path, "exit")
-    assert Journal(tmp_path, "e1").quarantined("cell/x") is not None
+    assert Journal(tmp_path, "e1").quarantined().get("cell/x") is not None
 
 
 def test_clear_lifts_the_quarantine_and_spares_live_marks(tmp_path):
@@ -152,7 +152,7 @@ def test_clear_lifts_the_quarantine_and_spares_live_marks(tmp_path):
     journal = Journal(tmp_path, "e1")
     with journal.running("cell/x"):
         journal.clear()
-        assert journal.quarantined("cell/x") is None
+        assert journal.quarantined().get("cell/x") is None
         assert len(list(journal.folder.iterdir())) == 1
     assert not list(journal.folder.iterdir())
 
@@ -162,7 +162,7 @@ def test_damaged_and_foreign_marks_are_ignored(tmp_path):
     run(tmp_path, "exit")
     for path in _marks(tmp_path):
         path.write_text(path.read_text()[:20])
-    assert Journal(tmp_path, "e1").quarantined("cell/x") is None
+    assert Journal(tmp_path, "e1").quarantined().get("cell/x") is None
 
 
 def test_a_directory_that_cannot_be_made(tmp_path, caplog):
@@ -171,7 +171,7 @@ def test_a_directory_that_cannot_be_made(tmp_path, caplog):
     for _ in range(2):
         with journal.running("cell/x"):
             pass
-    assert journal.quarantined("cell/x") is None
+    assert journal.quarantined().get("cell/x") is None
     assert len(caplog.records) == 1
     assert str(tmp_path / "file") in caplog.text
 

@@ -101,6 +101,6 @@ def test_a_lost_device_ends_the_process_and_counts_as_a_death(tmp_path: Path) ->
         assert "lost: cuda is lost to this process" in done.stdout, done.stderr[-2000:]
     operation = Reading("a", {"broken": 1.0}, device=torch.device("cuda"))
     cell = Cell(operation.problem, "cuda_graph", Bucket(1, 1))
-    reason = Journal(tmp_path, "ab").quarantined(journal_key(cell, tactic("broken")))
+    reason = Journal(tmp_path, "ab").quarantined().get(journal_key(cell, tactic("broken")))
     assert reason is not None
     assert "was running when its process died" in reason
