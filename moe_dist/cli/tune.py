@@ -69,12 +69,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--objective", choices=OBJECTIVES, default="max", help="over the ranks (default max: the slowest sets the pace)")
     parser.add_argument("--routing", choices=("uniform", "zipf"), default="uniform", help="how probes spread tokens (default uniform)")
     parser.add_argument("--seed", type=int, default=0, help="of probes and random weights (default 0)")
-    parser.add_argument("--budget", type=_seconds, help="seconds to measure in, shared evenly by the buckets (default: no limit)")
+    parser.add_argument(
+        "--budget",
+        type=_seconds,
+        help="seconds to measure in, shared evenly by the buckets (default: no limit). What it leaves untimed is named, runs its default, "
+        "and is no error: the exit code is 0, but 1 where no bucket has a winner",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--store", type=store_url, help="folder or URL of the results (default: $MOE_DIST_STORE, else the user's cache)")
     parser.add_argument("--no-write", action="store_true", help="take winners from the store and publish none")
     parser.add_argument("--deployment", default="default", help="whose epochs these are (default 'default')")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here; of several groups, the first one's")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the results here, each key with its winner or why it has none; of several groups, the first one's",
+    )
     timeout, cap = (f"(default {limit.total_seconds():g})" for limit in (PROGRESS_TIMEOUT, CAP))
     parser.add_argument(
         "--progress-timeout", type=_seconds, help=f"seconds without progress: a rank is lost {timeout}, or --cap where that is less"
@@ -244,19 +254,20 @@ def _why_not_kept(job: TuneJob, result: TuneResult) -> str | None:
 
 def _why_short(job: TuneJob, result: TuneResult) -> str | None:
     """Which cells have no winner since the budget ended, and a budget that would do; None: all were timed, or failed."""
-    budget, passes = job.arguments.budget, []
-    for report in result.reports:
-        ended = {cell for cell, _, reason in report.rejected if reason == BUDGET_ENDED}
-        if untimed := sum(row.winner is None and row.cell in ended for row in report.rows):
-            passes.append((untimed, report.seconds if report.measured else 0.0))
-    if budget is None or not passes:
+    cells: dict[str, list[str]] = {}
+    for row in result.rows:
+        if row.untimed == BUDGET_ENDED:
+            cells.setdefault(row.cell.mode, []).append(str(row.cell.bucket))
+    if not cells:
         return None
+    short = [report for report in result.reports if any(row.untimed == BUDGET_ENDED for row in report.rows)]
     # What ended had its first look at least, one sweep of all that a cell may take.
-    longest = max(seconds for _, seconds in passes)
+    longest = max((report.seconds for report in short if report.measured), default=0.0)
     enough = result.passes * longest * (1 + job.policy.rounds * job.policy.sweeps)
+    named = "; ".join(f"{mode} at {', '.join(buckets)} tokens" for mode, buckets in cells.items())
     return (
-        f"{sum(untimed for untimed, _ in passes)} of {len(result.rows)} cells have no winner: the budget of {budget.total_seconds():g} s, an equal share "
-        f"for each of {result.passes} buckets, ended before a candidate was timed to the end; give {f'--budget {_rounded_up(enough)}' if enough else 'more'}, or none"
+        f"{sum(map(len, cells.values()))} of {len(result.rows)} cells have no winner ({named}): the budget of "
+        f"{job.arguments.budget.total_seconds():g} s, an equal share for each of {result.passes} buckets, ended before a candidate was timed to the end; give {f'--budget {_rounded_up(enough)}' if enough else 'more'}, or none"
     )
 
 

@@ -119,7 +119,7 @@ def print_summary(config: MoEConfig, result: TuneResult, out: TextIO) -> None:
     for row in result.rows:
         cells = [str(row.cell.bucket), *([row.cell.mode] if len(modes) > 1 else [])]
         if (winner := row.winner) is None:
-            table.add_row(*cells, "", "", "(the default, untimed)", "", "", "")
+            table.add_row(*cells, "", "", f"(the default, untimed: {row.untimed})", "", "", "")
             continue
         default_us, gain = "fails", ""
         if winner.default_us is not None:
@@ -154,7 +154,8 @@ def _totals(result: TuneResult) -> str:
         agreed = "one rank"
     if cells and result.measured == 0 and result.hits == cells:
         return f"measured nothing: all {cells} winners came from {result.store}; {agreed}; {result.seconds:.1f} s"
-    short = f"{sum(row.winner is None for row in result.rows)} without a winner; " if result.short else ""
+    untimed = sum(row.winner is None for row in result.rows)
+    short = f"{untimed} without a winner; " if untimed else ""
     kept = f"kept {place}" if result.has_winners else "no winner to keep"
     return f"measured {result.measured} candidates, {result.hits} hits of {cells}; {short}{agreed}; {result.seconds:.1f} s; {kept}"
 
@@ -192,7 +193,7 @@ def write_json(path: Path, shape: ModelShape, config: MoEConfig, arguments: argp
 
 
 def _key(row: Row) -> dict[str, Any]:
-    """source: "tuned", "hit", "epoch"; "untimed" where nothing was timed to the end and the default serves."""
+    """source: "tuned", "hit", "epoch"; "untimed" where nothing was timed to the end and the default serves, for the reason in `untimed`."""
     cell, winner = row.cell, row.winner
     return {
         "key": row.key,
@@ -203,4 +204,5 @@ def _key(row: Row) -> dict[str, Any]:
         "default": str(winner.default) if winner else None,
         "default_us": winner.default_us if winner else None,
         "source": winner.source if winner else "untimed",
+        "untimed": row.untimed,
     }

@@ -78,7 +78,7 @@ class Apart:
                 listed.update(msgpack.unpackb(words[rank], strict_map_key=False))
         entries = {to_tune[index].cell: entry for index, entry in self._adopt(listed).items()}
         decided = [
-            _decided_from(planned, entries.get(planned.cell), failed.get(index, []), tried.get(index))
+            _decided_from(planned, entries.get(planned.cell), failed.get(index), tried.get(index, frozenset()))
             for index, planned in enumerate(to_tune)
         ]
         return decided, entries
@@ -95,8 +95,6 @@ class Apart:
         for index, planned in enumerate(to_tune):
             self._announce(index, planned)
             if (raced := self._rounds.alone(planned)) is None:
-                if self._group.rank not in planned.ranks:
-                    tried[index] = frozenset()
                 continue
             race, failed_here = raced
             tried[index] = frozenset(race.tried)
@@ -153,14 +151,13 @@ def _first_to_win(index: int, won: Sequence[dict[int, int]], failed: Sequence[Se
     return next((rank for rank, places in enumerate(won) if index in places and places[index] not in bad), None)
 
 
-def _decided_from(planned: PlannedCell, value: bytes | None, failed: Sequence[Sequence[Any]], tried: frozenset[Tactic] | None) -> Decided:
-    """tried None: there was no time left here."""
-    rejected = [(planned.tactics[at], reason) for at, reason in failed]
+def _decided_from(planned: PlannedCell, value: bytes | None, failed: Sequence[Sequence[Any]] | None, tried: frozenset[Tactic]) -> Decided:
+    """failed: on any rank that measured the cell; None: no rank had the time."""
+    rejected = [(planned.tactics[at], reason) for at, reason in failed or ()]
     if value is None:
-        if tried is None:
-            bad = {tactic for tactic, _ in rejected}
-            rejected += [(tactic, BUDGET_ENDED) for tactic in planned.tactics if tactic not in bad]
-        return Decided(planned.cell, planned.default, None, None, (*planned.rejected, *rejected), tried or frozenset())
+        if failed is None:
+            rejected = [(tactic, BUDGET_ENDED) for tactic in planned.tactics]
+        return Decided(planned.cell, planned.default, None, None, (*planned.rejected, *rejected), tried)
     entry = decode_entry(value)
     default = (
         Standing(entry.default, entry.default_time.median_us, entry.default_time.spread_us, entry.default_time.samples)
@@ -168,4 +165,4 @@ def _decided_from(planned: PlannedCell, value: bytes | None, failed: Sequence[Se
         else None
     )
     winner = Standing(entry.tactic, entry.time.median_us, entry.time.spread_us, entry.time.samples)
-    return Decided(planned.cell, planned.default, winner, default, (*planned.rejected, *rejected), tried or frozenset())
+    return Decided(planned.cell, planned.default, winner, default, (*planned.rejected, *rejected), tried)

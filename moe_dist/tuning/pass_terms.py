@@ -23,6 +23,7 @@ from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, Entry, Epoch, Op
 from moe_dist.tuning.search import Standing
 
 BUDGET_ENDED = "the time budget ended before it was timed to the end"
+NONE_WON = "no candidate won that ran on all ranks"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,13 @@ class Decided:
     rejected: tuple[tuple[Tactic, str], ...]
     tried: frozenset[Tactic]
 
+    @property
+    def why_untimed(self) -> str | None:
+        """The same on all ranks; None: it has a winner."""
+        if self.winner is not None:
+            return None
+        return BUDGET_ENDED if any(reason == BUDGET_ENDED for _, reason in self.rejected) else NONE_WON
+
     def entry(self, key: Key) -> bytes | None:
         """What is stored of it under `key`; None: it has no winner."""
         if self.winner is None:
@@ -125,6 +133,7 @@ class Decided:
 @dataclasses.dataclass(frozen=True)
 class PassOutcome:
     """epoch: the table to serve from; arena: the symmetric memory that its tactics need. keys: the key digest of each cell of the plan.
+    untimed: why those that were to be timed have no winner.
 
     stored: the leader's store holds this epoch already. measured: candidates that were run to be timed, of strategy "reload" by this rank; hits: cells served from entries; compiled: kernels, ahead of the timing.
     """
@@ -132,6 +141,7 @@ class PassOutcome:
     epoch: Epoch
     cells: tuple[Cell, ...]
     keys: Mapping[Cell, str]
+    untimed: Mapping[Cell, str]
     measured: int
     hits: int
     rejected: tuple[tuple[Cell, Tactic, str], ...]

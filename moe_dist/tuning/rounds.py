@@ -144,7 +144,7 @@ class Rounds:
             if measurer is not None and not against:
                 measured = measurer.run_counted(tactic, policy.rounds * policy.sweeps, COLLECTIVE_CALLS)
             reduced = self._reduced(f"{step}-collective-{at}", [tactic], {tactic: measured})
-            race.enter(tactic, reduced.get(tactic, Abstain()), tried=not spent)
+            race.enter(tactic, Failed(BUDGET_ENDED) if spent else reduced.get(tactic, Abstain()), tried=not spent)
 
     def _race_alone(self, measurer: CellMeasurer, tactics: Sequence[Tactic], default: Tactic) -> tuple[Race, dict[Tactic, Measurement]]:
         """All rounds on this rank alone: the race, and the candidates that failed in it."""

@@ -306,6 +306,7 @@ class TunePass:
             epoch=dataclasses.replace(table, number=number),
             cells=tuple(planned.cell for planned in agreed.cells),
             keys={planned.cell: self._key(planned.cell).digest for planned in agreed.cells},
+            untimed={outcome.cell: reason for outcome in decided if (reason := outcome.why_untimed) is not None},
             measured=sum(len(outcome.tried) for outcome in decided),
             hits=len(hits),
             rejected=tuple((outcome.cell, tactic, reason) for outcome in decided for tactic, reason in outcome.rejected),

@@ -43,11 +43,12 @@ DEFAULT_LADDER = BucketLadder.powers_of_two(DEFAULT_MAX_NUM_TOKENS)
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One cell of a report. winner None: nothing was timed to the end, the default serves."""
+    """One cell of a report. winner None: the default serves; untimed: why, if it was to be timed (`BUDGET_ENDED`, or what failed)."""
 
     cell: Cell
     key: str
     winner: Winner | None
+    untimed: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +186,7 @@ class Tuner:
         with reporting(self.store, self._store_goes_on):
             outcome = tune_pass.run()
         return PassReport(
-            rows=tuple(Row(cell, outcome.keys[cell], outcome.epoch.winners.get(cell)) for cell in outcome.cells),
+            rows=tuple(Row(cell, outcome.keys[cell], outcome.epoch.winners.get(cell), outcome.untimed.get(cell)) for cell in outcome.cells),
             measured=outcome.measured,
             hits=outcome.hits,
             rejected=outcome.rejected,

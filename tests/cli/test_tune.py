@@ -158,7 +158,7 @@ def test_a_budget_that_ends_before_anything_is_timed_is_no_success(model: str, t
     said = capsys.readouterr()
     assert re.search(r"^moe-dist: 1 of 2 cells, \d+ s: [1-9]\d* candidates timed at 1 tokens, none to the end$", said.err, re.MULTILINE)
     assert re.search(
-        r"^moe-dist: 2 of 2 cells have no winner: the budget of 1e-05 s, an equal share for each of 2 buckets, ended before a candidate was timed "
+        r"^moe-dist: 2 of 2 cells have no winner \(eager at 1, 2 tokens\): the budget of 1e-05 s, an equal share for each of 2 buckets, ended before a candidate was timed "
         r"to the end; give --budget [1-9]\d*, or none$",
         said.err,
         re.MULTILINE,

@@ -238,6 +238,26 @@ def test_no_write_tunes_and_leaves_the_store_as_it_was(model: str, tmp_path: Pat
     assert {path: path.read_bytes() for path in store.rglob("*+value")} == held
 
 
+@pytest.mark.parametrize("strategy", ["reduce", "reload"])
+def test_what_a_budget_left_untimed_is_named_with_that_reason(strategy: str, model: str, tmp_path: Path) -> None:
+    """The store has the winner of the first bucket, so that the run is a success, on all ranks."""
+    report = tmp_path / "report.json"
+    arguments = ["--model", model, "--ep", "2", "--store", str(tmp_path / "store"), "--strategy", strategy, "--json", str(report)]
+    with started([*arguments, "--buckets", "1"]) as ranks:
+        assert [(process.communicate(timeout=DEADLINE_S), process.returncode)[1] for process in ranks] == [0, 0]
+    assert [key["untimed"] for key in json.loads(report.read_text())["keys"]] == [None]
+    with started([*arguments, "--buckets", "1,3,4", "--budget", "1e-5"]) as ranks:
+        (said, complained), *_ = ends = [process.communicate(timeout=DEADLINE_S) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], ends
+    ended = "the time budget ended before it was timed to the end"
+    assert [(key["mode"], key["bucket"], key["source"], key["untimed"]) for key in json.loads(report.read_text())["keys"]] == [
+        ("eager", [1, 1], "hit", None), ("eager", [2, 3], "untimed", ended), ("eager", [4, 4], "untimed", ended)
+    ]  # fmt: skip
+    assert re.search(rf"^ +2-3 +\(the default, untimed: {ended}\) *$", said, re.MULTILINE), said
+    assert "1 hits of 3; 2 without a winner; no keys differ between 2 ranks" in said
+    assert "moe-dist: 2 of 3 cells have no winner (eager at 2-3, 4 tokens): the budget of 1e-05 s" in complained
+
+
 def committed(store: Path) -> list[Path]:
     return list((store / "epochs").glob("*/*+value")) if store.exists() else []
 

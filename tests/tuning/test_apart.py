@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from moe_dist.distributed.group import RankGroup
 from moe_dist.stores.codec import decode_entry, encode_entry
 from moe_dist.stores.memory import MemoryStore
+from moe_dist.tuning.pass_terms import BUDGET_ENDED
 from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.problem import BucketLadder, Entry
 from moe_dist.tuning.tuner import PassReport, Tuner
@@ -24,7 +25,7 @@ COSTS = {"plain": 150_000.0, "quick": 100.0}  # us; far enough apart for a busy 
 
 
 def tune_apart(
-    *operations: list[FakeOperation], store: MemoryStore | None = None, meanwhile: Mapping[str, bytes] | None = None
+    *operations: list[FakeOperation], store: MemoryStore | None = None, meanwhile: Mapping[str, bytes] | None = None, budget_s: float = 0.0
 ) -> tuple[list[PassReport], list[dict[str, bytes]]]:
     """One rank for each list of operations, all over one store: their reports, and each one's word of each step of tuning apart.
 
@@ -49,7 +50,9 @@ def tune_apart(
 
             setattr(group, name, speaking)
         policy = MeasurementPolicy(rounds=1, sweeps=1)
-        with Tuner(store=store, group=group, strategy="reload", policy=policy, ladder=BucketLadder((4,)), device="cpu") as tuner:
+        budget = timedelta(seconds=budget_s) if budget_s else None
+        settings: dict[str, Any] = {"policy": policy, "ladder": BucketLadder((4,)), "device": "cpu", "budget": budget}
+        with Tuner(store=store, group=group, strategy="reload", **settings) as tuner:
             for operation in operations[rank]:
                 tuner.record(operation)
             return tuner.run_pass()
@@ -87,6 +90,17 @@ def test_a_winner_that_failed_elsewhere_is_passed_over_for_the_next_rank_s() -> 
     reports, said = tune_apart([FakeOperation("a", COSTS)], [FakeOperation("a", {**COSTS, "quick": "oom"})])
     assert [winners(report) for report in reports] == [{"a": "plain"}] * 2
     assert [list(msgpack.unpackb(words["reload-entries"], strict_map_key=False)) for words in said] == [[], [0]]
+
+
+def test_all_ranks_say_the_same_of_a_cell_without_a_winner_though_the_budget_ended_on_one() -> None:
+    """Rank 2 has no time left after a: c, which it alone has, nobody measures. Of b the winner of either other rank fails on the other."""
+    a, b, c = sorted("abc", key=lambda name: FakeOperation(name, {}).problem.packed)  # in the order of a plan
+    first, second = {"plain": 3000.0, "x": 100.0, "y": "oom"}, {"plain": 3000.0, "x": "oom", "y": 100.0}
+    late = [FakeOperation(a, {"plain": 1_500_000.0}), FakeOperation(b, first), FakeOperation(c, first)]
+    reports, _ = tune_apart([FakeOperation(b, first)], [FakeOperation(b, second)], late, budget_s=1.0)
+    untimed = [{dict(row.cell.problem.fields)["name"]: row.untimed for row in report.rows} for report in reports]
+    assert untimed == [{a: None, b: "no candidate won that ran on all ranks", c: BUDGET_ENDED}] * 3
+    assert len({report.rejected for report in reports}) == 1
 
 
 def with_tactic(name: str) -> Callable[[Entry], Entry]:

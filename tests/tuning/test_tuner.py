@@ -25,7 +25,8 @@ from moe_dist.stores.degrade import Unavailable
 from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.stores.memory import MemoryStore
 from moe_dist.tuning.context import autotune
-from moe_dist.tuning.policy import MeasurementPolicy
+from moe_dist.tuning.pass_terms import BUDGET_ENDED, NONE_WON
+from moe_dist.tuning.policy import STRATEGIES, MeasurementPolicy
 from moe_dist.tuning.problem import Bucket, BucketLadder, ProbeSpec, Tactic
 from moe_dist.tuning.search import Race
 from moe_dist.tuning.tuner import PassReport, Tuner
@@ -433,6 +434,23 @@ def test_an_epoch_that_cannot_be_served_here_is_not_adopted_and_the_reason_is_sa
         assert joiner.epoch.winners == {}
     assert any("the committed epoch is not adopted: " in text for text in caplog.messages)
     assert re.search(reason, caplog.text)
+
+
+# Local tactics are raced, those that talk to peers are not; what fails is out of no time.
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("costs", "untimed"),
+    [
+        ({"plain": 500.0, "quick": 300.0}, BUDGET_ENDED),
+        ({"all-gloo": 500.0, "all-shot": 300.0}, BUDGET_ENDED),
+        ({"all-gloo": "raise"}, NONE_WON),
+        ({"plain": "raise"}, NONE_WON),
+    ],
+)
+def test_a_cell_without_a_winner_says_whether_it_was_the_budget(costs: dict[str, Any], untimed: str, strategy: str) -> None:
+    budget = timedelta(microseconds=1) if untimed == BUDGET_ENDED else None
+    assert [row.untimed for row in tune(FakeOperation("a", costs), strategy=strategy, budget=budget).rows] == [untimed]
+    assert [row.untimed for row in tune(FakeOperation("a", COSTS), strategy=strategy).rows] == [None]
 
 
 # -- deaths -----------------------------------------------------------------------------------------------------------------
