@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import math
 import signal
 import sys
 import time
@@ -26,7 +25,7 @@ from moe_dist.backends.registry import usable_backends
 from moe_dist.cli.checks import positive, quiet_stores, require_writable, store_url, why_not_kept
 from moe_dist.cli.hosting import Hosted
 from moe_dist.cli.meeting import exchange, meet
-from moe_dist.cli.tune_report import Progress, TuneResult, count_diverged, print_summary, print_totals, write_json
+from moe_dist.cli.tune_report import Progress, TuneResult, count_diverged, print_summary, print_totals, why_short, write_json
 from moe_dist.config import DEFAULT_MAX_NUM_TOKENS, DTYPES
 from moe_dist.distributed.epoch import published
 from moe_dist.distributed.group import CAP, PROGRESS_TIMEOUT
@@ -39,7 +38,7 @@ from moe_dist.settings import RankSettings, default_store, job_settings, rank_se
 from moe_dist.stores.base import Store
 from moe_dist.stores.layered import ReadOnlyStore, shared_layer
 from moe_dist.stores.open import open_store
-from moe_dist.tuning.pass_terms import BUDGET_ENDED, ProgressEvent
+from moe_dist.tuning.pass_terms import ProgressEvent
 from moe_dist.tuning.policy import OBJECTIVES, POLICIES, STRATEGIES, MeasurementPolicy
 from moe_dist.tuning.problem import BucketLadder, ProbeSpec, digest
 from moe_dist.tuning.tuner import Tuner
@@ -252,31 +251,6 @@ def _why_not_kept(job: TuneJob, result: TuneResult) -> str | None:
         store.close()
 
 
-def _why_short(job: TuneJob, result: TuneResult) -> str | None:
-    """Which cells have no winner since the budget ended, and a budget that would do; None: all were timed, or failed."""
-    cells: dict[str, list[str]] = {}
-    for row in result.rows:
-        if row.untimed == BUDGET_ENDED:
-            cells.setdefault(row.cell.mode, []).append(str(row.cell.bucket))
-    if not cells:
-        return None
-    short = [report for report in result.reports if any(row.untimed == BUDGET_ENDED for row in report.rows)]
-    # What ended had its first look at least, one sweep of all that a cell may take.
-    longest = max((report.seconds for report in short if report.measured), default=0.0)
-    enough = result.passes * longest * (1 + job.policy.rounds * job.policy.sweeps)
-    named = "; ".join(f"{mode} at {', '.join(buckets)} tokens" for mode, buckets in cells.items())
-    return (
-        f"{sum(map(len, cells.values()))} of {len(result.rows)} cells have no winner ({named}): the budget of "
-        f"{job.arguments.budget.total_seconds():g} s, an equal share for each of {result.passes} buckets, ended before a candidate was timed to the end; give {f'--budget {_rounded_up(enough)}' if enough else 'more'}, or none"
-    )
-
-
-def _rounded_up(number: float) -> int:
-    """To two digits."""
-    unit: int = 10 ** max(0, len(str(math.ceil(number))) - 2)
-    return math.ceil(number / unit) * unit
-
-
 def _device(kind: str, ranks: RankSettings) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
@@ -292,7 +266,7 @@ def run(arguments: argparse.Namespace) -> int:
     job = plan_job(arguments, rank_settings())
     with _signals() as interrupts:
         result = _tune(job, interrupts)
-    result.short = _why_short(job, result)
+    result.short = why_short(result, arguments.budget, job.policy)
     if result.short and not result.has_winners:
         result.exit_code = result.exit_code or 1
     if not job.leads:

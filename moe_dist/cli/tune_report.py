@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -20,7 +22,8 @@ from rich.table import Table
 
 from moe_dist.config import MoEConfig, summarize
 from moe_dist.interop.hf_config import ModelShape
-from moe_dist.tuning.pass_terms import ProgressEvent
+from moe_dist.tuning.pass_terms import BUDGET_ENDED, ProgressEvent
+from moe_dist.tuning.policy import MeasurementPolicy
 from moe_dist.tuning.tuner import PassReport, Row
 
 
@@ -106,6 +109,32 @@ def count_diverged(reports: Sequence[PassReport], group: dist.ProcessGroup | Non
     tables: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(tables, mine, group)
     return sum(len({table.get(key) for table in tables}) > 1 for key in {key for table in tables for key in table})
+
+
+def why_short(result: TuneResult, budget: timedelta | None, policy: MeasurementPolicy) -> str | None:
+    """Which cells have no winner since the budget ended, and a budget that would do; None: all were timed, or failed."""
+    cells: dict[str, list[str]] = {}
+    for row in result.rows:
+        if row.untimed == BUDGET_ENDED:
+            cells.setdefault(row.cell.mode, []).append(str(row.cell.bucket))
+    if not cells or budget is None:
+        return None
+    short = [report for report in result.reports if any(row.untimed == BUDGET_ENDED for row in report.rows)]
+    # What ended had its first look at least, one sweep of all that a cell may take.
+    longest = max((report.seconds for report in short if report.measured), default=0.0)
+    enough = result.passes * longest * (1 + policy.rounds * policy.sweeps)
+    named = "; ".join(f"{mode} at {', '.join(buckets)} tokens" for mode, buckets in cells.items())
+    return (
+        f"{sum(map(len, cells.values()))} of {len(result.rows)} cells have no winner ({named}): the budget of {budget.total_seconds():g} s, "
+        f"an equal share for each of {result.passes} buckets, ended before a candidate was timed to the end; "
+        f"give {f'--budget {_rounded_up(enough)}' if enough else 'more'}, or none"
+    )
+
+
+def _rounded_up(number: float) -> int:
+    """To two digits."""
+    unit: int = 10 ** max(0, len(str(math.ceil(number))) - 2)
+    return math.ceil(number / unit) * unit
 
 
 def print_summary(config: MoEConfig, result: TuneResult, out: TextIO) -> None:

@@ -40,9 +40,13 @@ class Committed:
     key: str = ""
 
     @functools.cached_property
+    def _digests(self) -> dict[bytes, str]:
+        return {packed: digest(packed) for packed in {cell.problem.packed for cell in self.epoch.winners}}
+
+    @functools.cached_property
     def problems(self) -> frozenset[str]:
         """Digests of the problems that its winners are of."""
-        return frozenset(digest(packed) for packed in {cell.problem.packed for cell in self.epoch.winners})
+        return frozenset(self._digests.values())
 
     @functools.cached_property
     def environments(self) -> frozenset[str]:
@@ -56,8 +60,7 @@ class Committed:
 
     def covers(self, problems: Collection[str], buckets: Collection[tuple[str, Bucket]]) -> int:
         """How many of `buckets` (mode, bucket), counted for each of `problems` (digests), it has winners for."""
-        packed = {packed for packed in {cell.problem.packed for cell in self.epoch.winners} if digest(packed) in problems}
-        return sum(cell.problem.packed in packed and (cell.mode, cell.bucket) in buckets for cell in self.epoch.winners)
+        return sum(self._digests[cell.problem.packed] in problems and (cell.mode, cell.bucket) in buckets for cell in self.epoch.winners)
 
     def __str__(self) -> str:
         return f"epoch {self.epoch.number} of problems {_listed(self.problems)}"
@@ -125,7 +128,8 @@ def choose_committed(
     served = Committed(b"", serving or Epoch(), {})
     current = [found for found in fitting if found.epoch.number >= served.epoch.number or found.problems & set(wanted) - served.problems]
     if not current:
-        return None, f"{served} is served here, and the newest of deployment {deployment!r} is older: {fitting[0]}"
+        older = f"the newest of deployment {deployment!r} is older: {fitting[0]}"
+        return None, f"{served} is served here, and {older}; tune here, or open another tuner to take that over"
     ranked = sorted(current, key=lambda found: (-len(found.problems & set(wanted)), -found.covers(wanted, buckets), -found.epoch.number))
     chosen = next((found for found in ranked if why_not(found) is None), ranked[0])
     if chosen is not ranked[0]:
@@ -152,10 +156,7 @@ def adopt_newest(
     None, said in the log: there is no such epoch, or a rank can't serve it, or has pins on another. PassAborted: a rank can't have the symmetric memory.
     """
     found: Committed | None = None
-
-    @functools.cache
-    def why_not(said: Committed) -> str | None:
-        return _why_not(said, environment, records, limits)
+    why_not = functools.cache(functools.partial(_why_not, environment=environment, records=records, limits=limits))
 
     def choose(words: list[bytes]) -> bytes:
         """The leader's part: it alone lists the store, and says what all adopt, or why nothing."""

@@ -204,8 +204,8 @@ class Tuner:
         An epoch that is older than the one served is adopted only if it has a problem recorded here that this one lacks. The leader
         passes over an epoch that it would refuse for a reason of its own.
 
-        True: adopted, or served already. False: there is none, or it can't be told which, or a rank refuses it (its environment differs, it is pinned
-        to another epoch; a backend, its workspace limit or its journal objects to a winner, as a pass objects to a candidate), said in the log.
+        True: adopted, or served already. False: there is none, or it can't be told which, or a rank refuses it (its environment differs, it
+        is pinned to another epoch; a backend, its workspace limit or its journal objects to a winner, as in a pass), said in the log.
         Winners are judged, and symmetric memory is reserved, for the operations recorded so far. PassAborted: a rank can't have it.
         """
         self._require_usable()

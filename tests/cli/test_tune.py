@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from moe_dist.cli.main import build_parser, main
-from moe_dist.cli.tune import Interrupted, _Interrupts, _rounded_up, plan_job
+from moe_dist.cli.tune import Interrupted, _Interrupts, plan_job
+from moe_dist.cli.tune_report import _rounded_up
 from moe_dist.errors import ConfigError, UnsupportedBackend
 from moe_dist.settings import RankSettings
 from moe_dist.stores.codec import decode_epoch

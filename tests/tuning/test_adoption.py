@@ -167,7 +167,7 @@ def test_no_epoch_is_left_for_one_that_it_superseded(
     found, reason = choose_committed(store, "d", digests("ab"), (), run, table(*served))
     assert (found and found.epoch.number) == number
     ours = next(iter(digests("a")))[:8]
-    older = f"epoch 2 of problems {ours} is served here, and the newest of deployment 'd' is older: epoch 1 of problems {ours}"
+    older = f"epoch 2 of problems {ours} is served here, and the newest of deployment 'd' is older: epoch 1 of problems {ours}; tune here, or open another tuner to take that over"
     assert reason == ("" if found else older)
 
 
