@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from moe_dist.interop.source import Need, package_root, problems
 from moe_dist.serving import TokenCounts, stored_epochs
 from moe_dist.settings import plugins_to_load, serving_settings
+from moe_dist.stores.open import shown_url
 
 NAME = "moe_dist"  # the plugin's entry point and the engines' choice alike
 
@@ -63,8 +64,10 @@ class Framework:
         """Lines for people. serve: the command that serves, without the store. store: its URL; None: as an engine would choose it."""
         yield from self._installed()
         settings = serving_settings({"store": store} if store else None)
+        shown = shown_url(settings.store)
+        named = shown if shown == settings.store else "URL"  # to be copied, and what is shown of a URL may not be all of it
         yield (
-            f"settings: at start-up {_AT_START[settings.tune]} (tune={settings.tune}); store {settings.store}, budget {settings.budget.total_seconds():g} s, "
+            f"settings: at start-up {_AT_START[settings.tune]} (tune={settings.tune}); store {shown}, budget {settings.budget.total_seconds():g} s, "
             f"strategy {settings.strategy}, policy {settings.policy}, unserved {settings.unserved}"
         )
         epochs = [epoch for epoch in stored_epochs(settings.store) if epoch.deployment.startswith(f"{self.package}:")]
@@ -73,13 +76,13 @@ class Framework:
             cells = ", ".join(f"{modes.count(mode)} {mode}" for mode in sorted(set(modes)))
             yield f"tuned: {epoch.deployment}: epoch {epoch.number} ({epoch.digest[:8]}) with {cells} cells"
         if not epochs:
-            yield f"tuned: {settings.store} holds no epoch of any {self.title} deployment"
-        yield f"to tune where it is served: MOE_DIST_STORE={settings.store} {serve}; a second start then measures nothing"
+            yield f"tuned: {shown} holds no epoch of any {self.title} deployment"
+        yield f"to tune where it is served: MOE_DIST_STORE={named} {serve}; a second start then measures nothing"
         buckets = ",".join(map(str, TokenCounts(max_tokens).ladder.bounds))
         yield (
             f"to tune ahead, where no experts of {self.title}'s own are in the pool (their version is part of the key): torchrun "
             f"--nproc-per-node={tp * ep} -m moe_dist.tune --model {model} --tp {tp} --ep {ep} --routed --buckets {buckets} --policy eager "
-            f"--store {settings.store}"
+            f"--store {named}"
         )
 
     def _installed(self) -> Iterator[str]:

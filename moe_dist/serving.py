@@ -28,7 +28,7 @@ from moe_dist.layer import MoELayer
 from moe_dist.operation import MoEOperation
 from moe_dist.settings import ServingSettings
 from moe_dist.stores.codec import Malformed, decode_epoch
-from moe_dist.stores.open import open_store
+from moe_dist.stores.open import open_store, shown_url
 from moe_dist.tensors import MoEActivationPack, MoEWeightPack
 from moe_dist.tuning.pass_terms import ProgressEvent
 from moe_dist.tuning.pins import Pins
@@ -210,7 +210,7 @@ class ServedModel:
         settings = self.settings
         if settings.tune == "off":
             return f"{len(self._layers)} layers run the defaults: tuning is off"
-        return f"{len(self._layers)} layers serve epoch {self.epoch.number} ({self.epoch.digest[:8]}) of {settings.store}; {measured} candidates timed"
+        return f"{len(self._layers)} layers serve epoch {self.epoch.number} ({self.epoch.digest[:8]}) of {shown_url(settings.store)}; {measured} candidates timed"
 
     def describe(self, counts: TokenCounts) -> list[str]:
         """One line a distinct layer: which tactic serves each bucket and mode, and where it came from."""

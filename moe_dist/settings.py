@@ -105,7 +105,7 @@ class ServingSettings:
     """
 
     tune: str = "tune"
-    store: str
+    store: str = dataclasses.field(repr=False)  # may hold a password
     budget: timedelta = timedelta(seconds=120)
     strategy: str = "reduce"
     policy: str = "mode"

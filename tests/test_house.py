@@ -95,7 +95,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "moe_dist.serving": (*CORE, "moe_dist.settings"),
     "moe_dist.interop": (*LEAVES, "moe_dist.backends"),
-    "moe_dist.framework": ("moe_dist.interop", "moe_dist.serving", "moe_dist.settings"),
+    "moe_dist.framework": ("moe_dist.interop", "moe_dist.serving", "moe_dist.settings", "moe_dist.stores.open"),
     "moe_dist.bench": (*CORE, "moe_dist.interop", "moe_dist.settings"),
     "moe_dist.repro": (*CORE, "moe_dist.bench.components"),
     "moe_dist.cli": (*CORE, "moe_dist.interop", "moe_dist.settings", "moe_dist.bench", "moe_dist"),

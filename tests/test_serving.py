@@ -135,6 +135,12 @@ def test_replay_measures_and_stores_nothing(tmp_path: Path, caplog: pytest.LogCa
     assert "[default]" in caplog.text
 
 
+def test_the_line_of_what_is_served_names_the_store_without_its_password() -> None:
+    settings = ServingSettings(store="redis://user:hunter2@127.0.0.1:1/3?prefix=a", tune="replay")
+    assert "hunter2" not in repr(settings)
+    assert " of redis://127.0.0.1:1/3; 0 candidates timed" in ServedModel(settings, deployment="test").summary(0)
+
+
 def test_off_opens_no_store(tmp_path: Path) -> None:
     served = model(tmp_path / "never", "off")
     assert served.tune(COUNTS, None, ENGINE_TIMEOUT) == 0

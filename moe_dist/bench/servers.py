@@ -11,7 +11,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from moe_dist.bench.scaling import KEYS, epoch_of
-from moe_dist.stores.redis import RedisAddress
+from moe_dist.stores.redis_url import RedisAddress
 
 CLIENTS = (64, 512, 4096)
 _LOADERS = 2  # processes, each with its part of the clients

@@ -27,7 +27,7 @@ from moe_dist.cli import bench_kernels
 from moe_dist.cli.checks import positive, quiet_stores, require_folder_of, require_reached, require_writable, store_url
 from moe_dist.errors import ConfigError, StoreError
 from moe_dist.stores.open import open_store
-from moe_dist.stores.redis import RedisAddress
+from moe_dist.stores.redis_url import RedisAddress
 
 OWN = Path(".tuned")  # where what has no name lies; it is made
 HELP = "measure what is promised: agreement between ranks, survival of faults, the cost of a lookup, kernels beside their peers"

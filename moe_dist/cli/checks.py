@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,11 @@ def store_url(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("it is empty; name a folder or URL, or leave the flag out for the default store")
     return text
+
+
+def may_hold_login(text: str) -> bool:
+    """Whether an argument looks like a store's URL, right or wrong, and so is not to be shown where it does not belong."""
+    return re.search("[:@]|//", text) is not None
 
 
 def require_writable(path: Path | None) -> None:

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from moe_dist.cli import bench, doctor, store, tune
+from moe_dist.cli.checks import may_hold_login
 from moe_dist.errors import ConfigError, MoEDistError, StoreError, UnsupportedBackend
 from moe_dist.settings import RankSettings, rank_settings
 
@@ -41,9 +42,10 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
+        self._given: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        own = sys.argv[1:] if args is None else list(args)
+        self._given = own = sys.argv[1:] if args is None else list(args)
         if not {"-h", "--help"} & set(own) and (wrong := self._unknown_flag(own)):
             close = difflib.get_close_matches(wrong, self._option_string_actions, n=1)
             self.error(f"unknown flag {wrong}{f'; did you mean {close[0]}?' if close else ''}")
@@ -65,6 +67,11 @@ class _Parser(argparse.ArgumentParser):
         return None
 
     def error(self, message: str) -> NoReturn:
+        for given in sorted(self._given, key=len, reverse=True):  # the URL of a store in a wrong place, with its password
+            flag, _, value = given.partition("=") if given.startswith("-") else ("", "", given)
+            for word in (flag, value):
+                if may_hold_login(word):
+                    message = message.replace(repr(word), "'...'").replace(word, "...")
         raise ConfigError(f"{message}; {self.prog} --help lists what there is")
 
 

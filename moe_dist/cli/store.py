@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from moe_dist.cli.checks import quiet_stores, require_reached, require_there, store_url
+from moe_dist.cli.checks import may_hold_login, quiet_stores, require_reached, require_there, store_url
 from moe_dist.config import summarize
 from moe_dist.distributed.epoch import EPOCHS
 from moe_dist.errors import ConfigError, StoreError
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = vars(arguments)
     named = [name for name in (given.get("prefix"), given.get("key"), *given.get("keys", ())) if name]
     for name in named:
-        if ":" in name:  # not shown: it may hold a password
+        if may_hold_login(name):  # not shown: it may hold a password
             raise ConfigError(f"`store {arguments.action}` was given a URL where a key belongs; did you mean --store?")
         if not KEY.fullmatch(name.rstrip("/")) and (meant := _store_meant([name])):
             raise ConfigError(f"{name!r} is no key{meant}")

@@ -125,7 +125,7 @@ class TuneJob:
     policy: MeasurementPolicy
     progress_timeout: timedelta
     device: torch.device
-    store_url: str  # may hold a password; `store.url` doesn't
+    store_url: str = dataclasses.field(repr=False)  # may hold a password; `store.url` doesn't
     store: Store
     layout: Layout
 

@@ -187,7 +187,7 @@ class Sentinels(redis.sentinel.Sentinel):  # type: ignore[misc]
         for sentinel in self.sentinels:
             where = sentinel.connection_pool.connection_kwargs
             asked[f"{where['host']}:{where['port']}"] = functools.partial(ask, sentinel)
-        return first_of(asked, f"no sentinel names a master for {service_name!r}")
+        return first_of(asked, "no sentinel names a master for the service of the URL")
 
 
 def plain_host(host: str, port: int, timeout_s: float) -> str:

@@ -11,7 +11,8 @@ from redis_server import RedisServer, TlsEnd
 from redis_urls import AT_ONCE, ENCODED, SECRET
 
 from moe_dist.stores.open import open_store
-from moe_dist.stores.redis import RedisAddress, RedisStore
+from moe_dist.stores.redis import RedisStore
+from moe_dist.stores.redis_url import RedisAddress
 
 REPLICATES = ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import socket
 import threading
@@ -11,6 +10,7 @@ from datetime import timedelta
 
 import pytest
 import redis
+from fake_server import fake_server
 from redis_server import RedisServer, free_port
 from redis_urls import AT_ONCE, ENCODED, SECRET, url_of, warnings_of
 
@@ -247,30 +247,6 @@ def test_a_read_only_replica_refuses_writes_and_still_reads(caplog):
         assert store.list("x") == ["x/z"]
         assert open_store(url_of(master)).list("x") == ["x/y"]
         assert len(warnings_of(caplog)) == 1
-
-
-@contextlib.contextmanager
-def fake_server(answer):
-    """A peer that sends `answer(words)` back for each command; words: the command's name in capitals and what follows it."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve(peer):
-        with peer, peer.makefile("rb") as sent, contextlib.suppress(OSError):
-            while head := sent.readline():
-                name, *more = [sent.read(int(sent.readline()[1:]) + 2)[:-2] for _ in range(int(head[1:]))]
-                peer.sendall(answer([name.upper(), *more]))
-
-    def accept():
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
 
 
 @pytest.mark.parametrize(
