@@ -20,6 +20,7 @@ class LayeredStore:
     say because it is gone, was emptied or has expired it. `put` is True when the shared one took it. `delete` removes from both,
     but not from what other hosts keep locally: there the value may still be found. That is harmless to agreement: a plan takes
     bytes that all ranks were shown, wherever one rank had them from. keeps: False: what is only read is not kept locally.
+    Over a `ReadOnlyStore` the local layer is written alone; a `ReadOnlyStore` over layers writes none.
     """
 
     def __init__(self, local: Store, shared: Store, *, keeps: bool = True) -> None:
@@ -88,12 +89,16 @@ def found_by_others(store: Store, keys: Iterable[str]) -> dict[str, bytes]:
     return shared.get_durable(keys) if isinstance(shared, DegradingStore) else shared.get_many(keys)
 
 
+def _only_read(store: Store) -> Store:
+    """`store` as who writes nothing reads it: of layers, no local one keeps what the shared one has."""
+    return LayeredStore(_only_read(store.local), _only_read(store.shared), keeps=False) if isinstance(store, LayeredStore) else store
+
+
 class ReadOnlyStore:
-    """Reads a store and never writes it; what is put or deleted is so for this process alone, and `put` is False. store: of which a
-    layered one was told to keep nothing, or its local layer is written."""
+    """Reads a store and never writes it, nor a layer of it; what is put or deleted is so for this process alone, and `put` is False."""
 
     def __init__(self, store: Store) -> None:
-        self.store = store
+        self.store = _only_read(store)
         self._kept = Kept()
 
     @property

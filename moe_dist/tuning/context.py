@@ -38,5 +38,7 @@ def autotune(**settings: Any) -> Iterator[Tuner]:
         raise
     finally:
         _CURRENT.reset(token)
-    tuner.run_pass()
-    tuner.group.release()  # the block is over: the next one may tune with these ranks
+    try:
+        tuner.run_pass()
+    finally:
+        tuner.group.release()  # the block is over: the next one may tune with these ranks

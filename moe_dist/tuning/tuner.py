@@ -228,7 +228,8 @@ class Tuner:
 
     def withdraw(self, reason: str) -> None:
         """Tell the group that this rank leaves: in its next pass peers raise RankWithdrawn at once, in symmetric memory RankLost."""
-        self._group.withdraw(reason)
+        with contextlib.suppress(RendezvousLost):  # nobody can be told, and the caller has a reason of its own
+            self._group.withdraw(reason)
         if self.arena is not None:
             self.arena.leave()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from distributed.in_threads import Make
 from distributed.passes import (
     COSTS,
     POLICY,
@@ -19,8 +21,9 @@ from distributed.passes import (
 )
 from fakes import FakeOperation
 from ranks import Rank, run_ranks
+from torch._C._distributed_c10d import HashStore
 
-from moe_dist.errors import TunerStateError
+from moe_dist.errors import RendezvousLost, TunerStateError
 from moe_dist.tuning.context import autotune
 from moe_dist.tuning.problem import BucketLadder
 from moe_dist.tuning.tuner import Tuner
@@ -94,3 +97,79 @@ def test_a_tuner_that_failed_to_open_keeps_no_ranks(tmp_path: Path) -> None:
     assert [outcome.error for outcome in outcomes] == ["", ""], outcomes
     assert all("home directory" in outcome.value[0] for outcome in outcomes)
     assert [outcome.value[1] for outcome in outcomes] == [{"a 1": "quick"}] * 2
+
+
+def _returns() -> None:
+    for _ in range(1):
+        with autotune(**SETTINGS) as tuner:
+            HELD.append(tuner)
+            return
+
+
+def _in_the_block(error: BaseException) -> None:
+    with autotune(**SETTINGS) as tuner:
+        HELD.append(tuner)
+        raise error
+
+
+def _in_the_pass(error: BaseException) -> None:
+    def fail(event: Any) -> None:
+        raise error
+
+    with autotune(**SETTINGS, on_progress=fail) as tuner:
+        HELD.append(tuner)
+        tuner.record(FakeOperation("a", COSTS))
+
+
+HELD: list[Tuner] = []  # as a user's variable or a traceback holds it
+SETTINGS: dict[str, Any] = {"policy": POLICY, "ladder": BucketLadder((1,)), "device": "cpu"}
+WAYS_OUT = {
+    "a return": (_returns, None),
+    "an exception": (lambda: _in_the_block(KeyError("x")), KeyError),
+    "an interrupt": (lambda: _in_the_block(KeyboardInterrupt()), KeyboardInterrupt),
+    "the process's end": (lambda: _in_the_block(SystemExit(1)), SystemExit),
+    "an exception in the pass": (lambda: _in_the_pass(KeyError("x")), KeyError),
+    "an interrupt in the pass": (lambda: _in_the_pass(KeyboardInterrupt()), KeyboardInterrupt),
+}
+
+
+@pytest.mark.parametrize("way_out", WAYS_OUT)
+def test_an_autotune_block_frees_its_ranks_whatever_way_it_is_left(way_out: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    leave, expected = WAYS_OUT[way_out]
+    monkeypatch.setattr(sys.modules[__name__], "HELD", [])
+    monkeypatch.setitem(SETTINGS, "group", make(1, store)[0])
+    if expected is None:
+        leave()
+    else:
+        with pytest.raises(expected):
+            leave()
+    assert len(HELD) == 1
+    with Tuner(**{**SETTINGS, "group": make(1, store)[0]}) as after:  # TunerStateError: the place is held
+        after.record(FakeOperation("a", COSTS))
+        assert after.run_pass().measured == 3
+
+
+def test_a_tuner_closed_late_frees_no_place_that_another_has_taken(make: Make) -> None:
+    store = HashStore()
+    with autotune(**SETTINGS, group=make(1, store)[0]) as first:
+        pass
+    with Tuner(**SETTINGS, group=make(1, store)[0]):
+        first.close()
+        first.close()
+        with pytest.raises(TunerStateError, match="has an open tuner already"):
+            make(1, store)
+
+
+def test_a_block_left_by_an_exception_whose_rendezvous_is_gone_raises_that_and_closes(make: Make) -> None:
+    group, closed = make(1, HashStore(), of=2)[0], []
+
+    def lost() -> None:
+        raise RendezvousLost("the rendezvous store was lost", ())
+
+    group._member.attach = lost
+    close = group.close
+    group.close = lambda: (closed.append(True), close())[1]
+    with pytest.raises(KeyError, match="mine"), autotune(**SETTINGS, group=group):
+        raise KeyError("mine")
+    assert closed == [True]

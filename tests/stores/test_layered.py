@@ -153,3 +153,25 @@ def test_a_read_only_layered_store_writes_no_layer(layers, server, tmp_path):
         assert {"cmdstat_set", "cmdstat_del"}.isdisjoint(client.info("commandstats"))
     assert sorted(tmp_path.rglob("*")) == files
     assert open_store(store.url).get("x/local") == b"2"  # what it calls itself opens it again
+
+
+def test_layers_made_by_hand_are_not_written_below_a_read_only_store_and_the_local_one_is_over_one(tmp_path):
+    shared = FilesystemStore(tmp_path / "shared")
+    shared.put("x/y", b"1")
+
+    def layers(name, far=shared):
+        return LayeredStore(FilesystemStore(tmp_path / name), far)
+
+    for store in (
+        ReadOnlyStore(layers("a")),
+        ReadOnlyStore(LayeredStore(layers("b"), layers("c"))),
+        ReadOnlyStore(ReadOnlyStore(layers("d"))),
+    ):
+        assert store.get("x/y") == b"1"
+        assert store.list("x") == ["x/y"]
+    assert [path.name for path in tmp_path.iterdir()] == ["shared"]
+    over = layers("e", ReadOnlyStore(shared))
+    assert over.get("x/y") == b"1"
+    assert not over.put("x/z", b"2")
+    assert FilesystemStore(tmp_path / "e").list("") == ["x/y", "x/z"]
+    assert shared.list("") == ["x/y"]
