@@ -310,7 +310,7 @@ class _Bulk:
 def _mget(chunks: list[list[str]], client: Any) -> list[list[bytes | None]]:
     """One trip: each command's names, each command's values."""
     if len(chunks) == 1:
-        answers = [client.mget(chunks[0])]
+        answers = [_mget_one(chunks[0], client)]
     else:
         with client.pipeline(transaction=False) as pipeline:
             for names in chunks:
@@ -322,6 +322,18 @@ def _mget(chunks: list[list[str]], client: Any) -> list[list[bytes | None]]:
         if not _is_list(values, bytes | None) or len(values) != len(names):
             raise TypeError(f"MGET's answer is no list of {len(names)} values")
     return answers
+
+
+def _mget_one(names: list[str], client: Any) -> Any:
+    """One command's answer; a command a name where it has none: amid the move of a cluster's slot no node has all of them."""
+    import redis
+
+    try:
+        return client.mget(names)
+    except (redis.exceptions.TryAgainError, redis.exceptions.ClusterError) as error:
+        if len(names) == 1 or isinstance(error, redis.exceptions.ClusterDownError):
+            raise
+    return [_mget([[name]], client)[0][0] for name in names]
 
 
 def _is_list(answer: Any, kind: Any) -> bool:

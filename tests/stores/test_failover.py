@@ -106,12 +106,17 @@ def test_a_slot_of_a_cluster_moves_and_a_node_goes_down():
         high = next(folder for folder in "abcdef" if slot_of(folder) >= 8192)
         assert store.put(f"{low}/k", b"1")
         assert store.put(f"{high}/k", b"2")
+        assert store.put(f"{high}/stays", b"2")
 
         # A slot moves from the second to the first, as redis-cli moves it.
         first.execute_command("CLUSTER SETSLOT", slot_of(high), "IMPORTING", id_of(second))
         second.execute_command("CLUSTER SETSLOT", slot_of(high), "MIGRATING", id_of(first))
         second.migrate("127.0.0.1", servers[0].port, [name_of(high)], 0, 10000)
         assert store.get(f"{high}/k") == b"2"  # the second answers ASK
+        both = {f"{high}/k": b"2", f"{high}/stays": b"2", f"{high}/none": b"2"}
+        assert store.get_many(both) == {key: both[key] for key in [*both][:2]}, store.degraded  # no node has both: they say TRYAGAIN
+        assert store.degraded is None
+        second.migrate("127.0.0.1", servers[0].port, [name_of(high).replace("/k", "/stays")], 0, 10000)
         for node in (first, second):
             node.execute_command("CLUSTER SETSLOT", slot_of(high), "NODE", id_of(first))
         assert store.get(f"{high}/k") == b"2"  # and now MOVED
