@@ -77,6 +77,7 @@ class DegradingStore(abc.ABC):
         self._seen: dict[str, int] = {}  # of each key that this process knows of, the hash of what it last saw on the medium
         self._retry_after_s = retry_after.total_seconds()
         self._down_until_s = self._refuses_until_s = 0.0
+        self._refused: dict[str, float] = {}  # of each key that was kept and refused again, until when it is let be
         self._warned = False
         self._reports: dict[int, Callable[[], None]] = {}  # by thread
 
@@ -176,8 +177,10 @@ class DegradingStore(abc.ABC):
         kept = dict(self._kept.values)
         self._saw(self._read([*kept]))
         until_s = time.monotonic() + _CATCH_UP_S
-        for key, value in kept.items():
-            if self._kept.values.get(key, _GONE) is not value:
+        self._refused = {key: until for key, until in self._refused.items() if key in kept}
+        for key in sorted(kept, key=lambda key: self._refused.get(key, 0.0)):  # what was refused once is behind the others
+            value = kept[key]
+            if self._kept.values.get(key, _GONE) is not value or self._refused.get(key, 0.0) > time.monotonic():
                 continue
             if not self._refuses_until_s <= time.monotonic() < until_s:
                 return
@@ -187,9 +190,12 @@ class DegradingStore(abc.ABC):
                     self._remove(key)
                 else:
                     self._write(key, value)
-            except Unavailable:
-                self._refuses_until_s = time.monotonic() + spread(self._retry_after_s)
-                raise
+            except Unavailable as error:
+                now_s = time.monotonic()
+                self._refuses_until_s = now_s + spread(self._retry_after_s)
+                # The medium was read just now: that it can't be reached may be for this value alone, as one that is too large for a server.
+                self._refused[key] = self._refuses_until_s if error.rest else now_s
+                raise Unavailable(str(error)) from None
             self._took(key, value)
 
     def _quietly(self, action: Callable[[], None]) -> None:

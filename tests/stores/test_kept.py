@@ -238,10 +238,47 @@ def test_what_was_kept_is_written_with_pauses_and_a_part_with_each_call(monkeypa
     assert asked_by_calls(5) == keys[:1]
     now_s[0] += 130
     store.refuses = False
-    assert asked_by_calls(1) == keys[:3]  # the third begins after 0.8 s
-    assert asked_by_calls(1) == keys[3:6]
-    assert asked_by_calls(5) == keys[6:]
+    assert asked_by_calls(1) == keys[1:4]  # the third begins after 0.8 s
+    assert asked_by_calls(1) == keys[4:]
+    assert asked_by_calls(5) == keys[:1], "what was refused is last"
     assert store.list("") == keys
+
+
+def test_a_value_that_the_server_takes_from_nobody_keeps_no_other_from_it(mortal):
+    """It ends the connection of who sends more than this, as if it were gone; all else goes on, and no call tries that value again and
+    again."""
+    store, other = opened(mortal, "timeout=20", retry_after=timedelta(hours=1)), opened(mortal, "timeout=20")
+    assert other.put("y/z", b"1")
+    with mortal.client() as client:
+        client.config_set("client-query-buffer-limit", 1 << 20)
+        assert not store.put("x/large", bytes(8 << 20))
+        store._down_until_s = 0.0  # an hour later
+        store._kept.values["x/kept"] = b"2"  # of the same hour
+        for number in range(3):
+            assert store.get("y/z") == b"1"
+            assert store.put(f"x/{number}", b"3")
+            assert store.degraded is None
+        assert other.list("x") == ["x/0", "x/1", "x/2", "x/kept"]
+        assert store.get("x/large") == bytes(8 << 20)
+        assert client.info("stats")["client_query_buffer_limit_disconnections"] == 6  # two times three attempts
+        client.config_set("client-query-buffer-limit", 1 << 30)
+        store._refused.clear()  # an hour later
+        assert store.put("x/0", b"3")
+        assert other.get("x/large") == bytes(8 << 20)
+
+
+def test_a_value_that_is_refused_alone_holds_up_no_other(tmp_path):
+    """A folder that is no store's lies where its file would be."""
+    store, other = FilesystemStore(tmp_path), FilesystemStore(tmp_path)
+    (tmp_path / "x/bad+value").mkdir(parents=True)
+    for key in ("x/bad", "x/good"):
+        store._kept.values[key] = b"1"  # as a full disk left them
+    for _ in range(2):
+        assert store.put("x/y", b"2")
+    assert other.list("x") == ["x/good", "x/y"]
+    (tmp_path / "x/bad+value").rmdir()
+    assert store.put("x/y", b"2")
+    assert other.get("x/bad") == b"1"
 
 
 # --- a disk
