@@ -236,7 +236,9 @@ class DegradingStore(abc.ABC):
 
     def _note(self, reason: str) -> None:
         """Remember that the medium failed; warn the first time."""
-        self.degraded = reason = reason.rstrip(". ")
+        self.degraded = reason = "".join(
+            letter if letter.isprintable() else "?" for letter in reason.rstrip(". ")
+        )  # a line, whatever a path has
         if not self._warned:
             self._warned = True
             log.warning("store %s: %s. Going on in memory: what it does not take before this process ends is lost.", self.url, reason)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
+from moe_dist.errors import StoreError
 from moe_dist.process import boot_id
 from moe_dist.stores.base import MAX_VALUE_BYTES, SEGMENT
 from moe_dist.stores.degrade import DegradingStore, Unavailable
@@ -39,10 +40,17 @@ _NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ELOOP
 
 
 class FilesystemStore(DegradingStore):
-    """path: the directory; made at the first `put`. sweep: remove what dead writers left; False where nothing may be written."""
+    """path: the directory; made at the first `put`. sweep: remove what dead writers left; False where nothing may be written.
+
+    StoreError: the path is no absolute one, and there is no working directory any more.
+    """
 
     def __init__(self, path: str | Path, *, sweep: bool = True) -> None:
-        self._root = os.path.abspath(os.path.expanduser(path)).rstrip("/")  # "": the root of all folders
+        try:
+            self._root = os.path.abspath(os.path.expanduser(path)).rstrip("/")  # "": the root of all folders
+        except FileNotFoundError:
+            words = "a store's folder is named from the working directory, which was deleted; name it from the root: /path"
+            raise StoreError(words) from None
         super().__init__(Path(self._root or "/").as_uri(), retry_after=_RETRY_AFTER)
         self._lasting: set[str] = set()  # folders that a crash leaves in place: this handle has synced their parents
         if sweep:

@@ -251,7 +251,6 @@ class RedisStore(DegradingStore):
         words = said.partition(_QUOTED)[0]
         for mask in self._masks:
             words = mask.sub("***", words)
-        words = "".join(letter if letter.isprintable() else " " for letter in words)
         words = words if len(words) <= _MOST_SAID else words[:_MOST_SAID].rsplit(" ", 1)[0] + " ..."
         for known, way_out in _WAYS_OUT.items():
             if re.search(known, said):

@@ -209,3 +209,23 @@ def test_open_store(tmp_path, monkeypatch):
         open_store("file://elsewhere/x")
     with pytest.raises(StoreError, match="is empty"):
         open_store("")
+
+
+def test_a_relative_path_in_a_working_directory_that_was_deleted(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(StoreError, match="a store's folder is named from the working directory, which was deleted; name it from the root"):
+        open_store("winners")
+    assert open_store(str(tmp_path / "other")).put("x/y", b"1")
+
+
+def test_a_folder_whose_name_has_a_line_break_is_said_in_one_line(tmp_path, caplog):
+    root = tmp_path / os.fsdecode(b"two\nlines\xff")
+    root.write_text("in the way")
+    store = FilesystemStore(root)
+    assert not store.put("x/y", b"1")
+    (record,) = caplog.records
+    assert record.getMessage().isprintable()
+    assert "two%0Alines%FF: Not a directory" in record.getMessage()
+    assert store.degraded.isprintable()
