@@ -34,6 +34,7 @@ _SCAN_LIMIT_S = 30.0
 # What to do about a reason, by words of it: those of servers are the same in Redis and Valkey.
 _WAYS_OUT = {
     "in plain text": "write redis:// for a server without TLS, or give its TLS port",
+    "PEM lib|NO_CERTIFICATE|KEY_VALUES|key values": "ca, cert and key must be PEM files, the last two of one pair, and the key not encrypted",
     "mismatch": "name the host as its certificate does",
     "CERTIFICATE_VERIFY_FAILED": "name a file of the authority that signed its certificate by ca=FILE",
     "already authenticated|Authentication required": "it asks for a login: redis://USER:PASSWORD@HOST, without USER for the default one",

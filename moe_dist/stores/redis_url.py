@@ -175,7 +175,9 @@ class RedisAddress:
         seconds = self.timeout.total_seconds()
         # Said, not left to redis-py, whose releases differ in whether a trusted certificate must be of the host that was asked.
         checks = {"ssl_cert_reqs": "required" if self.verify else "none", "ssl_check_hostname": self.verify}
-        tls = {"ssl": True, "ssl_ca_certs": self.ca, "ssl_certfile": self.cert, "ssl_keyfile": self.key, **checks}
+        # An empty password: of a key that is encrypted a terminal would be asked for one, behind the caller's back.
+        files = {"ssl_ca_certs": self.ca, "ssl_certfile": self.cert, "ssl_keyfile": self.key, "ssl_password": ""}
+        tls = {"ssl": True, **files, **checks}
         common = {
             "socket_timeout": seconds,
             "socket_connect_timeout": seconds,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
 import urllib.parse
 
 import pytest
 from fake_server import fake_server
+from redis_server import TlsEnd
 from redis_urls import ENCODED, SECRET, warnings_of
 
 from moe_dist.stores.redis import RedisStore
@@ -61,3 +66,26 @@ def test_what_a_server_quotes_of_a_login_is_not_said(secret, caplog):
             assert secret not in told
             assert "longlong" not in told
             assert store.degraded.isprintable()
+
+
+@pytest.mark.parametrize("key", ["encrypted", "of another certificate", "no key"])
+def test_a_key_that_cannot_be_used_is_told_at_once_and_asks_no_terminal(key, server, tmp_path):
+    """OpenSSL asks whoever sits there for the password of an encrypted one, and waits; here nobody would answer."""
+    pem = tmp_path / "key.pem"
+    make = ["openssl", "genpkey", "-algorithm", "RSA", "-out", str(pem)]
+    encrypted = ["-aes-256-cbc", "-pass", "pass:geheim"] if key == "encrypted" else []
+    with TlsEnd(server) as tls:
+        subprocess.run([*make, *encrypted], check=True, capture_output=True)
+        if key == "no key":
+            pem.write_text("no key")
+        url = f"rediss://localhost:{tls.port}?ca={tls.ca}&cert={tls.ca}&key={pem}&timeout=20"
+        # With a terminal of its own, on which it could be asked.
+        master, terminal = pty.openpty()
+        code = f"from moe_dist.stores.open import open_store; store = open_store({url!r}); store.put('x/y', b'1'); print(store.degraded)"
+        done = subprocess.run(
+            [sys.executable, "-c", f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); {code}"],
+            stdin=terminal, capture_output=True, text=True, start_new_session=True, timeout=50,
+        )  # fmt: skip
+        os.close(terminal)
+        os.close(master)
+        assert done.stdout.endswith("; ca, cert and key must be PEM files, the last two of one pair, and the key not encrypted\n"), done
