@@ -47,8 +47,9 @@ class Ended:
 def environment(folder: Path, store: str = "memory:", **changes: str) -> dict[str, str]:
     """The variables of an engine's processes: CPU alone, tests' own plugin on the path, `store` for winners."""
     (folder / "counts").mkdir(parents=True, exist_ok=True)
+    path = os.pathsep.join([str(HERE / "cpu"), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {
-        **os.environ, "PYTHONPATH": str(HERE / "cpu"), "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+        **os.environ, "PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
         "SGLANG_CPU_OMP_THREADS_BIND": "", "MOE_DIST_STORE": store, "MOE_DIST_TEST_COUNTS": str(folder / "counts"), **changes,
     }  # fmt: skip
 
@@ -99,9 +100,11 @@ class Engines:
         return line
 
 
-def run_spawned_engine(folder: Path, model: Path, environ: Mapping[str, str], **engine: Any) -> Ended:
+def run_spawned_engine(
+    folder: Path, model: Path, environ: Mapping[str, str], prompts: Sequence[Sequence[int]] = PROMPTS, **engine: Any
+) -> Ended:
     """The same as SGLang itself starts it: in a new process, which spawns others."""
-    asked, environ = _asked(model, environ, PROMPTS, NEW_TOKENS, engine)
+    asked, environ = _asked(model, environ, prompts, NEW_TOKENS, engine)
     command = [sys.executable, str(HERE / "serve_once.py"), json.dumps(asked)]
     with (
         (folder / "log").open("w") as output,

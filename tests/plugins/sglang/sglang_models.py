@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from sglang_engines import NEW_TOKENS
 
-BLOCK = 128  # one scale an expert matrix: the intermediate size is one block, so the fp8 model runs on one TP rank
+BLOCK = 128  # of fp8 scales: as wide as the model is by default, whose fp8 copy therefore runs on one TP rank
 FP8_MAX = 448.0
 # Latent attention, with the rotary embedding that is the only one SGLang has for it on a CPU.
 DEEPSEEK: dict[str, Any] = {
@@ -26,17 +26,27 @@ DEEPSEEK: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_model(folder: Path) -> Path:
-    """Qwen3-MoE of 2 layers, 8 experts, top-2. Initialised so wide that no two tokens are near in score: fp32 then decides alike everywhere."""
+def make_model(folder: Path, width: int = 128) -> Path:
+    """Qwen3-MoE of 2 layers, 8 experts, top-2. Initialised so wide that no two tokens are near in score: fp32 then decides alike everywhere.
+
+    width: of the model and of its experts; a multiple of 128 for each TP rank of its fp8 copy. Where experts have several blocks, neighbours
+    differ by 2, so that no scale serves for another.
+    """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=256, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        intermediate_size=128, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+        vocab_size=256, hidden_size=width, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=width // 4,
+        intermediate_size=width, moe_intermediate_size=width, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
         initializer_range=0.15, max_position_embeddings=256,
     )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    network = Qwen3MoeForCausalLM(config)
+    if width > BLOCK:
+        for name, weight in network.named_parameters():
+            if ".experts." in name:  # [8, rows, columns], gate and up together
+                block = [torch.arange(size) // BLOCK for size in weight.shape[-2:]]
+                weight.data *= 1.0 + (block[0][:, None] + block[1]) % 2
+    network.save_pretrained(folder)
     return folder
 
 

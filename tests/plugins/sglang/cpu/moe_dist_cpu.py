@@ -1,4 +1,4 @@
-"""A second SGLang plugin, for tests alone: lets the engine run without a GPU, and counts what our runner core did.
+"""A second SGLang plugin, for tests alone: lets the engine run without a GPU, and counts what our runner core did. With a GPU it only counts.
 
 Counts of a process go to `$MOE_DIST_TEST_COUNTS/<pid>`: the calls of our core, those of them that ask for rows, have fused shared
 experts or get a packed or bypassed router output, and the calls of SGLang's own CPU experts.
@@ -15,6 +15,20 @@ COUNTS = {"core": 0, "native": 0}
 
 
 def register() -> None:
+    import torch
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    places = {
+        "core": "moe_dist_sglang.runner.MoEDistRunnerCore.run_from_dispatch",
+        "native": "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
+    }
+    for kind, place in places.items():
+        HookRegistry.register(place, _counting(kind), HookType.AROUND)
+    if not torch.cuda.is_available():
+        _go_without_a_card()
+
+
+def _go_without_a_card() -> None:
     import sglang.srt.layers.quantization.fp8 as fp8
     import sglang.srt.layers.rotary_embedding.base as rotary
     import sglang.srt.mem_cache.memory_pool as memory_pool
@@ -31,12 +45,6 @@ def register() -> None:
     memory_pool.copy_all_layer_kv_cache_func = lambda *args: None
     torch.cuda.synchronize = lambda *args: None
     HookRegistry.register("sglang.srt.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend", _none, HookType.REPLACE)
-    places = {
-        "core": "moe_dist_sglang.runner.MoEDistRunnerCore.run_from_dispatch",
-        "native": "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
-    }
-    for kind, place in places.items():
-        HookRegistry.register(place, _counting(kind), HookType.AROUND)
     if "MOE_DIST_TEST_STEAL" in os.environ:
         HookRegistry.register("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__", _steal, HookType.AFTER)
     if "MOE_DIST_TEST_ROWS" in os.environ:
