@@ -37,6 +37,7 @@ _WAYS_OUT = {
     "PEM lib|NO_CERTIFICATE|KEY_VALUES|key values": "ca, cert and key must be PEM files, the last two of one pair, and the key not encrypted",
     "mismatch": "name the host as its certificate does",
     "CERTIFICATE_VERIFY_FAILED": "name a file of the authority that signed its certificate by ca=FILE",
+    "(?i)violation of protocol|certificate.required|handshake.failure": "if it asks its clients for a certificate, name one by cert=FILE, key=FILE",
     "already authenticated|Authentication required": "it asks for a login: redis://USER:PASSWORD@HOST, without USER for the default one",
     "username-password|WRONGPASS|invalid password": "correct user and password in the URL (%-encoded)",
     "without any password configured|but no password is set|unknown command .?AUTH": "it asks for no login: leave it out of the URL",

@@ -22,6 +22,7 @@ import redis.sentinel
 _T = TypeVar("_T")
 _Calls = queue.SimpleQueue[tuple[Callable[[], Any], Callable[[tuple[Any, BaseException | None]], None]] | None]
 _IDLE_S = 1.0  # without a call, after which a thread ends
+_TAKEN_S = 60.0  # the same of one that was taken for a call: who took it may have been interrupted before it called
 _NOT_UNDERSTOOD = (TypeError, ValueError, LookupError, AttributeError)  # what redis-py and the store raise over an answer of a wrong kind
 _REFUSED = (redis.AuthenticationError, redis.exceptions.NoPermissionError)
 _TOLD = 3  # servers whose reasons a message has room for
@@ -117,15 +118,20 @@ class Workers:
 
 
 def _work(calls: _Calls, idle: list[_Calls]) -> None:
+    taken = False
     while True:
         try:
-            call = calls.get(timeout=_IDLE_S)
+            call = calls.get(timeout=_TAKEN_S if taken else _IDLE_S)
         except queue.Empty:
+            if taken:
+                return
             try:
                 idle.remove(calls)
             except ValueError:  # taken in this moment: the call comes
+                taken = True
                 continue
             return
+        taken = False
         if call is None:
             return
         _answer(*call)

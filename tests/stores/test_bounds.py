@@ -330,3 +330,18 @@ def test_an_answer_that_comes_by_drops(caplog):
         assert "Timeout" in store.degraded
         assert hung_up.wait(30)
         listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_thread_that_an_interrupted_caller_took_and_never_called_ends(monkeypatch):
+    monkeypatch.setattr(seeds, "_IDLE_S", 0.01)
+    monkeypatch.setattr(seeds, "_TAKEN_S", 0.05)
+    calls = queue.SimpleQueue()
+    worker = threading.Thread(target=seeds._work, args=(calls, []), daemon=True)
+    worker.start()
+    time.sleep(0.03)
+    answers = queue.SimpleQueue()
+    for number in range(2):  # one that comes late is answered all the same
+        calls.put((lambda number=number: number, answers.put))
+        assert answers.get(timeout=20) == (number, None)
+    worker.join(20)
+    assert not worker.is_alive()

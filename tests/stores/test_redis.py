@@ -247,7 +247,7 @@ def test_a_password_over_tls_with_a_certificate_of_our_own(no_secret):
         without = open_store(f"rediss://:{ENCODED}@localhost:{tls.port}?ca={tls.ca}&timeout=1")
         wrong = open_store(f"rediss://:another@localhost:{tls.port}?{ours}")
         assert without.get("x/y") is wrong.get("x/y") is None
-        assert without.degraded
+        assert without.degraded.endswith("; if it asks its clients for a certificate, name one by cert=FILE, key=FILE")
         assert "AuthenticationError" in wrong.degraded
         assert SECRET not in repr([store, without, wrong]) + store.url + without.degraded + wrong.degraded
 
