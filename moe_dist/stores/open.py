@@ -23,7 +23,7 @@ FORMS = (
     "layered:LOCAL,SHARED",
     "read-only:STORE",
 )
-_SERVER = re.compile(f"(?:{'|'.join(map(re.escape, REDIS_SCHEMES))})://")
+_SERVER = re.compile(f"(?:read-only:)*(?:{'|'.join(map(re.escape, REDIS_SCHEMES))})://")
 # No path of a folder, but a server's URL without its scheme or colon: with a login, or with two slashes after a scheme or nothing.
 _LOGIN = re.compile(f".*:.*@|//.*[:@]|(?:{'|'.join(map(re.escape, REDIS_SCHEMES))})//", re.DOTALL)
 
@@ -58,7 +58,7 @@ def open_store(url: str, *, upkeep: bool = True) -> Store:
         local, comma, shared = rest.partition(",")
         if not comma:
             raise StoreError("a layered store needs two, the local one first: layered:/local/directory,redis://host:6379/0")
-        if _SERVER.match(local) and "@" in shared and not _SERVER.match(shared):
+        if _SERVER.match(local) and "@" in shared and not (_SERVER.match(shared) or shared.startswith("layered:")):
             raise StoreError("layered: a ',' inside a user or password must be written %2C, a '@' in the name of a folder %40")
         return LayeredStore(open_store(local, upkeep=upkeep), open_store(shared, upkeep=upkeep), keeps=upkeep)
     if scheme in REDIS_SCHEMES:

@@ -78,6 +78,9 @@ PLACES = [
     Place(f"layered:redis://user:1,{{s}}@{HERE}/3?timeout=0.05,local"),
     Place(f"layered:redis://user:{{s}}@{HERE}/3?timeout=0.05,redis://user:{{s}}@{HERE}/3?timeout=0.05"),
     Place(f"layered:read-only:redis://user:{{s}}@{HERE}?timeout=0.05,memory:"),
+    Place("layered:read-only:redis://user:1,{s}@127.0.0.1"),
+    Place(f"layered:redis://127.0.0.1:2?timeout=0.05,read-only:redis://user:{{s}}@{HERE}?timeout=0.05", says=HERE),
+    Place(f"layered:redis://127.0.0.1:2?timeout=0.05,layered:memory:,redis://user:{{s}}@{HERE}?timeout=0.05", says=HERE),
     Place("layered:local,redis://user:{s}", before=NOT_A_HOST),
     Place("local,redis://user:{s}@127.0.0.1"),
     # no scheme, or another one
@@ -155,6 +158,7 @@ every = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @every
 @given(secrets())
 @example((Place("redis://user/{s}"), f"redis://user/{MARK}"))
+@example((Place("{s}"), f"layered:read-only:redis://user:1,{MARK}@127.0.0.1"))
 @example((Place("file://{s}"), f"file://u:{MARK}@h\u2100/x"))  # which Python's own parser quotes as no host
 @example((Place("{s}"), f"/tmp/\ud800/u:{MARK}"))
 @example((Place("{s}"), f"redis://u\udc80:{MARK}@{HERE}"))  # an argument that is no text
@@ -174,7 +178,7 @@ def test_no_store_error_or_log_says_it(in_a_folder, logged, placed):
             store.delete("x/y")
             heard.texts += [repr(store), str(store), store.url, str(store.degraded), shown_url(url)]
             heard.texts.append(repr(serving_settings({"store": url})))
-        assert place.says in store.url
+        assert place.says in store.url, url
     with contextlib.suppress(StoreError):
         address = RedisAddress.parse(url)
         heard.texts += [repr(address), f"{address}", address.public]
@@ -234,3 +238,9 @@ def test_hosts_and_the_number_of_a_database_are_said(url, said):
         open_store(url)
     assert f"store URL {said}" in str(caught.value)
     assert MARK not in str(caught.value)
+
+
+@pytest.mark.parametrize("shared", ["redis://", "read-only:redis://", "layered:memory:,redis://"])
+@pytest.mark.parametrize("local", ["redis://127.0.0.1:2", "read-only:redis://127.0.0.1:2", "memory:", "memory"])
+def test_a_login_in_a_layer_is_no_comma_inside_a_password(local, shared, in_a_folder):
+    assert f"{shared}{HERE}/0" in open_store(f"layered:{local},{shared}user:{MARK}@{HERE}").url
