@@ -72,7 +72,9 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], out: TextIO | None = Non
     console = Console(file=out)
     unbound = console.options.update(width=10_000)
     if console.is_terminal and console.measure(table, options=unbound).maximum <= console.width:
-        console.print(table)
+        with console.capture() as shown:  # printed as all else is: where nobody reads, rich would end the process in its own way
+            console.print(table)
+        print(shown.get(), end="", file=console.file)
         return
     for line in (title, *("\t".join(row) for row in ([names, *cells] if names else []))):
         print(line, file=console.file)

@@ -25,6 +25,7 @@ from moe_dist.bench.server import find_binary
 from moe_dist.bench.servers import servers_table
 from moe_dist.cli import bench_kernels
 from moe_dist.cli.checks import positive, quiet_stores, require_folder_of, require_reached, require_writable, store_url
+from moe_dist.cli.output import hurry, note
 from moe_dist.errors import ConfigError, StoreError
 from moe_dist.stores.open import open_store
 from moe_dist.stores.redis_url import RedisAddress
@@ -123,28 +124,28 @@ def _terminable() -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
-        _note(f"moe-dist: ended by {signal.Signals(number).name}")
+        hurry()
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield
+    except SystemExit as ended:
+        if ended.code == 128 + signal.SIGTERM:
+            note(f"moe-dist: ended by {signal.SIGTERM.name}")  # not in `end`, which may have come amid a line on stderr
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _agreement(arguments: argparse.Namespace) -> int:
     if arguments.faults:
         find_binary()  # before minutes are spent
-    diverged = diverged_table(arguments.ranks, arguments.keys, arguments.calls, _note)
+    diverged = diverged_table(arguments.ranks, arguments.keys, arguments.calls, note)
     objections = report.diverged_objections(diverged, arguments.ranks, arguments.keys, arguments.calls)
     tables = {"divergence": diverged}
     if arguments.faults:
-        tables["faults"] = fault_table(note=_note)
+        tables["faults"] = fault_table(note=note)
         objections += report.fault_objections(tables["faults"])
     command = f"moe-dist bench agreement --ranks {shlex.join(map(str, arguments.ranks))} --keys {arguments.keys} --calls {arguments.calls}"
     return _finish(arguments.json, command + (" --faults" if arguments.faults else ""), tables, objections)
@@ -159,10 +160,10 @@ def _scaling(arguments: argparse.Namespace) -> int:
     if arguments.redis:
         _require_server(arguments.redis)
     if (arguments.ranks, arguments.keys) == (list(RANKS), list(KEYS)):
-        _note("these ranks and keys take over a minute; fewer --ranks and --keys take less")
-    tables = {"scaling": scaling_table(arguments.ranks, arguments.keys, _note)}
+        note("these ranks and keys take over a minute; fewer --ranks and --keys take less")
+    tables = {"scaling": scaling_table(arguments.ranks, arguments.keys, note)}
     if arguments.redis:
-        tables["servers"] = servers_table(arguments.redis, note=_note)
+        tables["servers"] = servers_table(arguments.redis, note=note)
     return _finish(arguments.json, "moe-dist bench scaling" + (" --redis redis" if arguments.redis else ""), tables, [])
 
 
@@ -194,7 +195,7 @@ def _vllm(arguments: argparse.Namespace) -> int:
     asked = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(engines.Plan) if field.name in arguments}
     plan = engines.Plan(process=[sys.executable, "-m", "moe_dist_vllm.bench"], keywords=arguments.engine, **asked)
     ledger = engines.Ledger(arguments.json)
-    failures = engines.measure(plan, ledger, lambda line: _note(f"[{time.strftime('%H:%M:%S')}] {line}"))
+    failures = engines.measure(plan, ledger, lambda line: note(f"[{time.strftime('%H:%M:%S')}] {line}"))
     objections = [
         line
         for experts in plan.experts
@@ -210,10 +211,10 @@ def _vllm(arguments: argparse.Namespace) -> int:
 def _stores(arguments: argparse.Namespace) -> int:
     sizes = {"entries": ENTRIES, "winners": WINNERS, "repeats": REPEATS}
     asked = {name: getattr(arguments, name) for name in sizes}
-    rows = stores_table(arguments.stores, **asked, note=_note)
+    rows = stores_table(arguments.stores, **asked, note=note)
     counts = {"attach": asked["entries"], "reload": asked["winners"], "first reload": asked["winners"]}
     if (asked["entries"], asked["winners"]) != (ENTRIES, WINNERS):
-        _note(f"the bars are of {ENTRIES} entries and {WINNERS} winners")
+        note(f"the bars are of {ENTRIES} entries and {WINNERS} winners")
     kinds = list(dict.fromkeys(str(row["store"]) for row in rows))  # where they lie is nobody's business
     command = shlex.join(
         ["moe-dist", "bench", "stores", *kinds, *(f"--{name}={asked[name]}" for name in sizes if asked[name] != sizes[name])]
@@ -223,7 +224,7 @@ def _stores(arguments: argparse.Namespace) -> int:
 
 def _soak(arguments: argparse.Namespace) -> int:
     traffic = soak.Traffic(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(soak.Traffic)})
-    rows = soak.soak(traffic, _note)
+    rows = soak.soak(traffic, note)
     command = f"moe-dist bench soak --model {traffic.model} --seconds {traffic.seconds:g}"
     return _finish(arguments.json, command, {"soak": rows}, soak.soak_objections(rows))
 

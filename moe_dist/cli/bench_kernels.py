@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from moe_dist.backends.triton import compiled_variants
 from moe_dist.bench import kernel_bars, kernel_inputs, kernels, report
 from moe_dist.bench.peers import FAMILIES, open_peers
+from moe_dist.cli.output import note
 from moe_dist.errors import ConfigError
 from moe_dist.tuning.identity import build_environment
 
@@ -122,14 +122,14 @@ def run(arguments: argparse.Namespace) -> int:
             peer.name: peer.version for peer in found.peers
         }
         for family, reason in found.missing.items():
-            _note(f"peer {family} can't be had: {reason}")
+            note(f"peer {family} can't be had: {reason}")
         tag = {"kernel_sources": build_environment(device).kernel_sources[:8]}
         stop_at = None if arguments.minutes is None else began + 60 * arguments.minutes
-        left = kernels.run_matrix(plan, found.peers, device, rows=rows, tuning=tuning, save=save, note=_note, stop_at=stop_at, tag=tag)
+        left = kernels.run_matrix(plan, found.peers, device, rows=rows, tuning=tuning, save=save, note=note, stop_at=stop_at, tag=tag)
     save()
     code = _finish(document, plan)
     if left:
-        _note(f"moe-dist bench: {left} cells are left; run the same command again")
+        note(f"moe-dist bench: {left} cells are left; run the same command again")
     return 1 if left else code
 
 
@@ -160,7 +160,7 @@ def _compile(arguments: argparse.Namespace, plan: kernels.Plan) -> int:
             began = time.monotonic()
             found = compiled_variants(problem, problem.ladder.buckets(), arch)
             rows += [{"shape": shape.name, "dtype": dtype} | row for row in found]
-            _note(f"{shape.name} {dtype} sm_{arch}: {len(found)} kernels in {time.monotonic() - began:.0f} s")
+            note(f"{shape.name} {dtype} sm_{arch}: {len(found)} kernels in {time.monotonic() - began:.0f} s")
     environment = build_environment(torch.device("cpu"))
     document = report.document("moe-dist bench kernels --compile-only", {}) | {
         "kernel_sources": environment.kernel_sources,
@@ -172,7 +172,7 @@ def _compile(arguments: argparse.Namespace, plan: kernels.Plan) -> int:
     report.show("kernels that keep something in local memory", [_short(row) for row in rows if row.get("local_bytes")])
     failed = [row for row in rows if "reason" in row]
     for row in failed:
-        _note(f"moe-dist bench: {row}")
+        note(f"moe-dist bench: {row}")
     print(f"{len(rows)} kernels, {sum(bool(row.get('local_bytes')) for row in rows)} with local memory, {len(failed)} that do not compile")
     return 1 if failed else 0
 
@@ -193,9 +193,5 @@ def _finish(document: dict[str, Any], plan: kernels.Plan) -> int:
         print(f"- {bar}")
     found = kernel_bars.objections(rows, tuning, plan, able)
     for objection in found:
-        _note(f"moe-dist bench: {objection}")
+        note(f"moe-dist bench: {objection}")
     return 1 if found else 0
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -3,8 +3,9 @@
 Any rank says its error: one may be alone with it, and a launcher ends the others as soon as the first has ended.
 
 A subcommand is a module with `HELP`, `add_arguments(parser)` and `run(arguments) -> exit code`. Exit codes: 0 done; 1 it was
-tried and failed; 2 it was asked for wrongly, and nothing was started; 128 + n ended by signal n, which it also says of SIGPIPE where
-nobody reads on what it prints.
+tried and failed; 2 it was asked for wrongly, and nothing was started; 128 + n ended by signal n. What would be 0 is 128 + SIGPIPE where
+nobody reads on what is printed on stdout, and 1 where that can't be written, as on a full disk; but not of a rank among several, for
+which a launcher would end the others. What becomes of stderr changes no code (`output.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import hashlib
 import logging
 import os
 import re
-import select
 import signal
 import socket
 import sys
@@ -27,11 +27,11 @@ from typing import Any, NoReturn
 
 from moe_dist.cli import bench, doctor, store, tune
 from moe_dist.cli.checks import may_hold_login
+from moe_dist.cli.output import guarded, hurry
 from moe_dist.errors import ConfigError, MoEDistError, StoreError, UnsupportedBackend
 from moe_dist.settings import RankSettings, rank_settings
 
 COMMANDS = {"tune": tune, "store": store, "doctor": doctor, "bench": bench}
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what a write ends in that no reader has caused
 WRONGLY_ASKED = (ConfigError, StoreError, UnsupportedBackend)
 
 
@@ -88,31 +88,22 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. An error is one line; of ranks on a host that would say the same the first rank's, and at most one other's. Whoever
     stops reading (`| head`) ends it without a word; where stdout takes nothing more, as on a full disk, it says so."""
-    try:
+    with guarded() as stdout:
+        code = 0
         try:
-            return _run(argv)
-        finally:
-            print(end="", flush=True)  # else it is the interpreter's end that finds nobody there, and says so
-    except BrokenPipeError:
-        unread = [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]
-        if not unread:
-            raise
-        _send_nowhere(unread)
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        if error.errno not in _FULL or not _takes_nothing(sys.stdout, error):
-            raise
-        _send_nowhere([sys.stdout])
-        print(f"moe-dist: what is printed can't be written: {error.strerror}", file=sys.stderr)
-        return 1
-
-
-def _send_nowhere(streams: Iterable[Any]) -> None:
-    """What is left in them goes there, too."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in streams:
-        os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+            try:
+                code = _run(argv)
+            finally:
+                sys.stdout.flush()
+        except OSError as error:
+            if stdout is None or error is not stdout.failed:
+                raise
+            if not code and isinstance(error, BrokenPipeError):
+                code = 128 + signal.SIGPIPE
+            elif not code:
+                print(f"moe-dist: what is printed can't be written: {error.strerror}", file=sys.stderr)
+                code = 1
+        return code
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -126,6 +117,10 @@ def _run(argv: Sequence[str] | None) -> int:
     except MoEDistError as error:
         _say(str(error), ranks)
         return 2 if isinstance(error, WRONGLY_ASKED) else 1
+    except KeyboardInterrupt:
+        hurry()
+        _say(f"ended by {signal.SIGINT.name}", ranks)
+        return 128 + signal.SIGINT
 
 
 def _say(text: str, ranks: RankSettings) -> None:
@@ -141,8 +136,8 @@ def _say(text: str, ranks: RankSettings) -> None:
 
 @contextlib.contextmanager
 def _without_sigterm() -> Iterator[None]:
-    """Which a launcher sends as soon as another rank has ended: this one is about to end anyway."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Which a launcher sends as soon as another rank has ended: this one is about to end anyway, and then waits for no reader."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: hurry())
     try:
         yield
     finally:
@@ -160,24 +155,3 @@ def _is_first_to_say(text: str, meet_at: str) -> bool:
             return error.errno != errno.EADDRINUSE
         holder.detach()
     return True
-
-
-def _takes_nothing(stream: Any, error: OSError) -> bool:
-    """Whether it was `stream` that ended in `error`: then it does so again."""
-    try:
-        os.write(stream.fileno(), b"\n")
-    except OSError as again:
-        return again.errno == error.errno
-    except (AttributeError, ValueError):  # none, or no file
-        pass
-    return False
-
-
-def _is_unread(stream: Any) -> bool:
-    """Whether `stream` is a pipe whose other end is closed."""
-    poll = select.poll()
-    try:
-        poll.register(stream.fileno(), 0)
-    except (AttributeError, OSError, ValueError):  # none, or no file
-        return False
-    return any(event & select.POLLERR for _, event in poll.poll(0))

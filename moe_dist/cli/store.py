@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 from moe_dist.cli.checks import may_hold_login, quiet_stores, require_reached, require_there, store_url
+from moe_dist.cli.output import counted, note
 from moe_dist.config import summarize
 from moe_dist.distributed.epoch import EPOCHS
 from moe_dist.errors import ConfigError, StoreError
@@ -77,7 +77,7 @@ def _ls(store: Store, arguments: argparse.Namespace) -> int:
     require_reached(store)
     for key in keys:
         print(f"{key}  {_line(key, values[key]) if key in values else '(gone)'}")
-    print(f"{len(keys)} values in {store.url}", file=sys.stderr)
+    note(f"{counted(len(keys), 'value')} in {store.url}")
     return 0
 
 
@@ -91,12 +91,17 @@ def _show(store: Store, arguments: argparse.Namespace) -> int:
 
 
 def _rm(store: Store, arguments: argparse.Namespace) -> int:
-    for named in arguments.keys:
-        keys = _at_or_below(store, named)
-        for key in keys:
-            store.delete(key)
-            require_reached(store)
-        print(f"removed {len(keys)} values at {named}")
+    removed = []
+    try:
+        for named in arguments.keys:
+            keys = _at_or_below(store, named)
+            for key in keys:
+                store.delete(key)
+                require_reached(store)
+            removed.append(f"removed {counted(len(keys), 'value')} at {named}")
+    finally:  # not before: somebody who stops reading has not asked for less
+        for line in removed:
+            print(line)
     return 0
 
 
@@ -121,7 +126,7 @@ def _line(key: str, value: bytes) -> str:
             epoch, entries = decode_epoch(value)
             problems = sorted({_problem(_plain(unpack(packed))) for packed in {cell.problem.packed for cell in epoch.winners}})
             tuned = " | ".join(problems[:_PROBLEMS]) + (f" and {more} more" if (more := len(problems) - _PROBLEMS) > 0 else "")
-            counts = f"{len(epoch.winners)} winners, {len(entries)} entries"
+            counts = f"{counted(len(epoch.winners), 'winner')}, {counted(len(entries), 'entry', 'entries')}"
             return f"epoch {epoch.number} of {epoch.deployment!r}: {counts}{': ' if tuned else ''}{tuned}"
         entry = decode_entry(value)
     except Malformed as error:

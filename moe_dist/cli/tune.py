@@ -25,6 +25,7 @@ from moe_dist.backends.registry import usable_backends
 from moe_dist.cli.checks import positive, quiet_stores, require_writable, store_url, why_not_kept
 from moe_dist.cli.hosting import Hosted
 from moe_dist.cli.meeting import exchange, meet
+from moe_dist.cli.output import hurry
 from moe_dist.cli.tune_report import Progress, TuneResult, count_diverged, print_summary, print_totals, why_short, write_json
 from moe_dist.config import DEFAULT_MAX_NUM_TOKENS, DTYPES
 from moe_dist.distributed.epoch import published
@@ -279,16 +280,24 @@ def run(arguments: argparse.Namespace) -> int:
     if result.not_kept and job.store.url != "memory:" and not isinstance(job.store, ReadOnlyStore):
         job.complain(f"the winners are not kept in {job.store.url}: {result.not_kept}")
         result.exit_code = result.exit_code or 1
-    if job.ranks.rank != 0:
-        print_totals(result, sys.stdout)
-        return result.exit_code
-    if arguments.json is not None:  # first: whoever reads the summary may stop before its end
+    if job.ranks.rank == 0 and arguments.json is not None:  # first: whoever reads the summary may stop before its end
         try:
             write_json(arguments.json, job.shape, job.problem.config, arguments, result)
         except OSError as error:
             print(f"moe-dist: the results can't be written: {error}", file=sys.stderr)
             result.exit_code = result.exit_code or 1
-    print_summary(job.problem.config, result, sys.stdout)
+    if result.exit_code > 128:
+        hurry()
+    try:
+        if job.ranks.rank == 0:
+            print_summary(job.problem.config, result, sys.stdout)
+        else:
+            print_totals(result, sys.stdout)
+    except OSError as error:
+        if not result.exit_code and job.ranks.world_size == 1:
+            raise
+        if not isinstance(error, BrokenPipeError):  # else nobody is there to be told
+            job.complain(f"the summary can't be printed: {error.strerror}")
     return result.exit_code
 
 

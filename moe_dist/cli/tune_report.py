@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from moe_dist.cli.output import counted, note
 from moe_dist.config import MoEConfig, summarize
 from moe_dist.interop.hf_config import ModelShape
 from moe_dist.tuning.pass_terms import BUDGET_ENDED, ProgressEvent
@@ -95,10 +95,10 @@ class Progress:
         if self._lines and report.measured:
             buckets = ", ".join(dict.fromkeys(str(row.cell.bucket) for row in report.rows))
             took = time.monotonic() - self._started
-            line = f"{self._before} of {self._cells} cells, {took:.0f} s: {report.measured} candidates timed at {buckets} tokens"
+            line = f"{self._before} of {self._cells} cells, {took:.0f} s: {counted(report.measured, 'candidate')} timed at {buckets} tokens"
             if all(row.winner is None for row in report.rows):
                 line += ", none to the end"
-            print(f"moe-dist: {line}", file=sys.stderr, flush=True)
+            note(f"moe-dist: {line}")
 
 
 def count_diverged(reports: Sequence[PassReport], group: dist.ProcessGroup | None) -> int:
@@ -172,21 +172,22 @@ def print_totals(result: TuneResult, out: TextIO) -> None:
 
 def _totals(result: TuneResult) -> str:
     cells = len(result.rows)
-    place = f"in {result.store}"
+    place, measured = f"in {result.store}", counted(result.measured, "candidate")
     if result.not_kept:  # of a layered store the local one has them
         place = f"{'on this host alone' if result.store.startswith('layered:') else 'nowhere'} ({result.not_kept})"
     if result.error:
         stay = "are kept" if result.not_kept else "stay"
-        return f"{len(result.reports)} of {result.passes} buckets were committed and {stay} {place}; measured {result.measured} candidates in {result.seconds:.1f} s"
+        return f"{len(result.reports)} of {result.passes} buckets were committed and {stay} {place}; measured {measured} in {result.seconds:.1f} s"
     agreed = f"{result.diverged or 'no'} key{'s differ' if result.diverged != 1 else ' differs'} between {result.ranks} ranks"
     if result.ranks == 1:
         agreed = "one rank"
     if cells and result.measured == 0 and result.hits == cells:
-        return f"measured nothing: all {cells} winners came from {result.store}; {agreed}; {result.seconds:.1f} s"
+        came = f"all {cells} winners" if cells > 1 else "the one winner"
+        return f"measured nothing: {came} came from {result.store}; {agreed}; {result.seconds:.1f} s"
     untimed = sum(row.winner is None for row in result.rows)
     short = f"{untimed} without a winner; " if untimed else ""
     kept = f"kept {place}" if result.has_winners else "no winner to keep"
-    return f"measured {result.measured} candidates, {result.hits} hits of {cells}; {short}{agreed}; {result.seconds:.1f} s; {kept}"
+    return f"measured {measured}, {counted(result.hits, 'hit')} of {cells}; {short}{agreed}; {result.seconds:.1f} s; {kept}"
 
 
 def write_json(path: Path, shape: ModelShape, config: MoEConfig, arguments: argparse.Namespace, result: TuneResult) -> None:

@@ -41,12 +41,16 @@ def folder(tmp_path: Path) -> str:
 
 def test_ls_says_what_each_value_is(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["store", "--store", folder, "ls"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    assert said.err == f"3 values in file://{folder}\n"
+    lines = said.out.splitlines()
     assert lines[0] == f"entries/e/1  {LAYER}; eager tokens 3-4: triton(tile=64) 10.0 us, default torch_loop 20.0 us"
     assert lines[1].startswith("entries/e/bad  (unreadable: ")
-    assert lines[2] == "epochs/d/00000001  epoch 1 of 'prod': 1 winners, 1 entries: " + LAYER
+    assert lines[2] == "epochs/d/00000001  epoch 1 of 'prod': 1 winner, 1 entry: " + LAYER
     assert main(["store", "--store", folder, "ls", "epochs/"]) == 0
-    assert capsys.readouterr().out.splitlines() == lines[2:]
+    said = capsys.readouterr()
+    assert said.out.splitlines() == lines[2:]
+    assert said.err == f"1 value in file://{folder}\n"
 
 
 PROBLEMS = {  # of which a line tells it
@@ -91,7 +95,7 @@ def test_show_gives_the_content(folder: str, capsys: pytest.CaptureFixture[str])
 
 def test_rm_takes_keys_and_prefixes(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["store", "--store", folder, "rm", "entries/e/bad", "epochs"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["removed 1 values at entries/e/bad", "removed 1 values at epochs"]
+    assert capsys.readouterr().out.splitlines() == ["removed 1 value at entries/e/bad", "removed 1 value at epochs"]
     assert FilesystemStore(folder).list("") == ["entries/e/1"]
 
 
@@ -201,7 +205,7 @@ def test_rm_removes_from_every_layer_and_makes_none(folder: str, capsys: pytest.
         FilesystemStore(folder).put("entries/x/1", b"1")
         local.put("entries/x/2", b"2")
         assert main(["store", "--store", url, "rm", "entries/x"]) == 0
-    assert capsys.readouterr().out == "removed 1 values at entries/x\nremoved 2 values at entries/x\n"
+    assert capsys.readouterr().out == "removed 1 value at entries/x\nremoved 2 values at entries/x\n"
     assert local.list("") == FilesystemStore(folder).list("entries/x") == []
     assert not (Path(folder) / "new").exists()
 
