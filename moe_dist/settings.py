@@ -50,11 +50,13 @@ def rank_settings(environ: Mapping[str, str] = os.environ) -> RankSettings:
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return RankSettings()
     rank, world_size = _integer(environ, "RANK", 0), _integer(environ, "WORLD_SIZE", 1)
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if world_size > 1 and missing:
         raise ConfigError(
             f"WORLD_SIZE is {world_size}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; start the ranks with torchrun"
         )
+    if world_size > 1 and not 1 <= _integer(environ, "MASTER_PORT", 0) <= 65535:
+        raise ConfigError(f"MASTER_PORT is {environ['MASTER_PORT']}; it must be from 1 to 65535")
     meet_at = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" if world_size > 1 else ""
     return RankSettings(rank=rank, world_size=world_size, local_rank=_integer(environ, "LOCAL_RANK", rank), meet_at=meet_at)
 

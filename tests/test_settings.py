@@ -35,6 +35,12 @@ def test_ranks_of_a_launcher(environ: dict[str, str], settings: RankSettings) ->
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"},
             "WORLD_SIZE is 2, but MASTER_PORT is not set; start the ranks with torchrun",
         ),
+        (MASTER | {"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set; start the ranks with torchrun"),
+        (MASTER | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "x"}, "MASTER_PORT is 'x'; it must be an integer"),
+        *(
+            (MASTER | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": port}, f"MASTER_PORT is {port}; it must be from 1 to 65535")
+            for port in ("-1", "0", "65536")
+        ),
     ],
 )
 def test_wrong_ranks_are_refused(environ: dict[str, str], message: str) -> None:

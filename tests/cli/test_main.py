@@ -157,7 +157,7 @@ def test_another_full_disk_is_not_stdout_s(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_rank_says_what_only_it_has_found_and_the_first_of_a_host_in_any_case(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(os.getpid())}  # no port: ranks of no other run
+    here = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(1 + os.getpid() % 65535)}  # ranks of no other run
     for name, value in here.items():
         monkeypatch.setenv(name, value)
     for rank, said in (("1", "moe-dist: rank 1: unrecognized"), ("0", "moe-dist: unrecognized")):
