@@ -5,13 +5,14 @@ Owns the clock and the made-up entries; what is done between its ticks is what a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from moe_dist.bench.ranks import Rank, run_ranks
 from moe_dist.config import ExpertConfig, MoEConfig, RoutingConfig
 from moe_dist.distributed import epoch
 from moe_dist.errors import StoreError
+from moe_dist.stores.base import Store
 from moe_dist.stores.codec import decode_entry, encode_entry, encode_epoch
+from moe_dist.stores.leftovers import without_new_folders
 from moe_dist.stores.open import open_store
 from moe_dist.tuning.identity import Environment, Key, build_environment
 from moe_dist.tuning.problem import Bucket, Cell, Entry, Epoch, ProbeSpec, Tactic, Timed, Winner, pack
@@ -75,18 +78,28 @@ def _row(url: str, what: str, count: int, seconds: list[float]) -> dict[str, Any
 
 def _attach_row(url: str, made: list[tuple[Cell, Winner, Key, bytes]], repeats: int) -> dict[str, Any]:
     folder = f"bench/{uuid.uuid4().hex}"
-    store = open_store(url)
-    try:
+    with _emptied(url, folder) as store:
         for number, (_, _, _, value) in enumerate(made):
             if not store.put(f"{folder}/{number:08d}", value):
                 raise StoreError(f"store {store.url} takes no writes: {store.degraded or 'it is not durable'}")
         seconds = [_attach(url, folder, len(made)) for _ in range(repeats)]
         decode = [_decode([value for *_, value in made]) for _ in range(repeats)]
-    finally:
-        for key in store.list(folder):
-            store.delete(key)
-        store.close()
     return {**_row(url, "attach", len(made), seconds), "decode_s": round(statistics.median(decode), 4)}
+
+
+@contextlib.contextmanager
+def _emptied(url: str, folder: str) -> Iterator[Store]:
+    """The store at `url`, in which nothing is below `folder` after the block, and no folder that was not there before."""
+    store = open_store(url)
+    try:
+        with without_new_folders(store, folder):
+            try:
+                yield store
+            finally:
+                for key in store.list(folder):
+                    store.delete(key)
+    finally:
+        store.close()
 
 
 def _attach(url: str, folder: str, count: int) -> float:
@@ -110,14 +123,8 @@ def _decode(values: list[bytes]) -> float:
 def _reloads(url: str, winners: int, repeats: int) -> list[float]:
     """Seconds of the slower rank, of two that are started for it."""
     deployment = f"bench-{uuid.uuid4().hex}"
-    try:
-        with tempfile.TemporaryDirectory(prefix="moe-dist-stores-") as folder:
-            outcomes = run_ranks(_reload, RANKS, Path(folder), url, deployment, winners, repeats, deadline=300.0)
-    finally:
-        store = open_store(url)
-        for key in store.list(epoch.folder(deployment)):
-            store.delete(key)
-        store.close()
+    with _emptied(url, epoch.folder(deployment)) as store, tempfile.TemporaryDirectory(prefix="moe-dist-stores-") as folder:
+        outcomes = run_ranks(_reload, RANKS, Path(folder), url, deployment, winners, repeats, deadline=300.0)
     for outcome in outcomes:
         if outcome.error:
             raise StoreError(f"a reload from {store.url} ended in {outcome.error}: {outcome.message}")

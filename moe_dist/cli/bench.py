@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 from moe_dist.bench import engines, report, soak
 from moe_dist.bench.agreement import diverged_table
 from moe_dist.bench.faults import fault_table
@@ -25,12 +27,12 @@ from moe_dist.bench.server import find_binary
 from moe_dist.bench.servers import servers_table
 from moe_dist.cli import bench_kernels
 from moe_dist.cli.checks import positive, quiet_stores, require_folder_of, require_reached, require_writable, store_url
-from moe_dist.cli.output import hurry, note
+from moe_dist.cli.output import counted, hurry, note
 from moe_dist.errors import ConfigError, StoreError
 from moe_dist.stores.open import open_store
 from moe_dist.stores.redis_url import RedisAddress
 
-OWN = Path(".tuned")  # where what has no name lies; it is made
+OWN = Path(".tuned")  # where what has no name lies; it is made once nothing speaks against a start
 HELP = "measure what is promised: agreement between ranks, survival of faults, the cost of a lookup, kernels beside their peers"
 
 
@@ -109,9 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0: what was measured holds its bars; 1: it does not, and stderr says what."""
-    if arguments.json is not None and arguments.json.parent == OWN:
-        OWN.mkdir(exist_ok=True)
-    require_writable(arguments.json)
+    if arguments.kind is not _vllm or arguments.json.parent != OWN:
+        require_writable(arguments.json)
     with _terminable():
         code: int = arguments.kind(arguments)
     return code
@@ -192,6 +193,15 @@ def _vllm(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"vLLM is not installed for {sys.executable}, which would start the engines; run this by the Python of one that has it"
         )
+    if max(arguments.cards) >= (seen := torch.cuda.device_count()):
+        cards = " ".join(map(str, arguments.cards))
+        raise ConfigError(
+            f"--cards {cards}: torch sees {counted(seen, 'GPU')} here, {'counted from 0' if seen else 'and the engines need one'}"
+        )
+    if arguments.json.parent == OWN:
+        with contextlib.suppress(OSError):  # said next
+            OWN.mkdir(exist_ok=True)
+        require_writable(arguments.json)
     asked = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(engines.Plan) if field.name in arguments}
     plan = engines.Plan(process=[sys.executable, "-m", "moe_dist_vllm.bench"], keywords=arguments.engine, **asked)
     ledger = engines.Ledger(arguments.json)

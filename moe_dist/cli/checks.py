@@ -1,6 +1,6 @@
 """What subcommands refuse before they start, each reason stated once: a place that can't be written, a store that keeps nothing.
 
-Tries and undoes; what may stay is a store's empty folder. The subcommands import this.
+Tries and undoes, folders too. The subcommands import this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from moe_dist.errors import ConfigError, StoreError
 from moe_dist.stores.base import Store
 from moe_dist.stores.filesystem import FilesystemStore
-from moe_dist.stores.layered import LayeredStore, ReadOnlyStore
+from moe_dist.stores.layered import ReadOnlyStore
+from moe_dist.stores.leftovers import layers, without_new_folders
 from moe_dist.stores.open import open_store
 
 
@@ -78,14 +79,8 @@ def quiet_stores() -> Iterator[None]:
 
 def require_there(store: Store) -> None:
     """StoreError: `store` is a folder that does not exist, or layers of such, and so was never written."""
-    if not any(_may_hold(layer) for layer in _layers(store)):
+    if not any(_may_hold(layer) for layer in layers(store)):
         raise StoreError(f"store {store.url}: there is no such folder; name another with --store; tuning makes it")
-
-
-def _layers(store: Store) -> list[Store]:
-    if isinstance(store, ReadOnlyStore):
-        return _layers(store.store)
-    return [*_layers(store.local), *_layers(store.shared)] if isinstance(store, LayeredStore) else [store]
 
 
 def _may_hold(layer: Store) -> bool:
@@ -103,10 +98,10 @@ def why_not_kept(url: str) -> str | None:
 
     StoreError: the URL can't be understood.
     """
-    key, value = f"doctor/{uuid.uuid4().hex}", b"moe-dist doctor"
+    key, value = f"doctor-{uuid.uuid4().hex}", b"moe-dist doctor"  # in no folder of its own
     store = open_store(url)
     try:
-        with quiet_stores():
+        with quiet_stores(), without_new_folders(store):
             if isinstance(store, ReadOnlyStore):
                 store.get(key)
                 return store.degraded

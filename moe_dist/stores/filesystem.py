@@ -65,6 +65,14 @@ class FilesystemStore(DegradingStore):
         """Whether somebody has made the directory."""
         return os.path.isdir(self._root or "/")
 
+    def missing_folders(self, prefix: str) -> list[str]:
+        """Those that a `put` below `prefix` makes."""
+        folder, missing = f"{self._root}/{prefix}".rstrip("/"), []
+        while folder and not os.path.lexists(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder).rstrip("/")
+        return missing
+
     def close(self) -> None:
         """Nothing is held open."""
 

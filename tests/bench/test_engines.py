@@ -197,6 +197,38 @@ def test_without_vllm_nothing_is_started(tmp_path: Path, monkeypatch: pytest.Mon
         f"moe-dist: vLLM is not installed for {sys.executable}, which would start the engines; run this by the Python of one that has it\n"
     )
     assert list(tmp_path.iterdir()) == []
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "vllm"]) == 2
+    assert list(tmp_path.iterdir()) == [], "nor where what has no name lies"
+
+
+@pytest.mark.parametrize(
+    ("seen", "cards", "message"),
+    [
+        (0, ["0"], "--cards 0: torch sees 0 GPUs here, and the engines need one\n"),
+        (1, ["0", "1"], "--cards 0 1: torch sees 1 GPU here, counted from 0\n"),
+    ],
+)
+def test_cards_that_are_not_there_are_refused_before_anything_is_made(
+    seen: int, cards: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: seen)
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "vllm", "--cards", *cards]) == 2
+    assert capsys.readouterr().err == f"moe-dist: {message}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_can_t_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".tuned").touch()
+    assert main(["bench", "vllm"]) == 2
+    assert capsys.readouterr().err == (
+        f"moe-dist: --json '.tuned/vllm.json': the folder '{tmp_path}/.tuned' is no folder; make it, or name another place\n"
+    )
 
 
 @pytest.mark.parametrize(

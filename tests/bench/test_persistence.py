@@ -53,6 +53,15 @@ def test_the_command_writes_its_rows_and_no_place(tmp_path, capsys):
     assert json.loads(text)["command"] == "moe-dist bench stores file --entries=20 --winners=8 --repeats=1"
     assert [(row["what"], row["count"]) for row in json.loads(text)["stores"]] == [("attach", 20), ("reload", 8), ("first reload", 8)]
     assert str(tmp_path) not in text
+    assert [path.name for path in tmp_path.iterdir()] == ["stores.json"], "the store was not there before"
+
+
+def test_a_store_that_is_there_is_left_as_it_was(tmp_path):
+    for folder in ("local/entries/e", "shared"):
+        (tmp_path / folder).mkdir(parents=True)
+    before = set(tmp_path.rglob("*"))
+    stores_table([f"layered:{tmp_path}/local,{tmp_path}/shared"], entries=2, winners=1, repeats=1)
+    assert set(tmp_path.rglob("*")) == before
 
 
 def test_a_size_of_nothing_is_refused(tmp_path, capsys):

@@ -206,7 +206,7 @@ def test_a_store_that_dies_while_tuning_costs_the_exit_code_and_not_the_winners(
 
 
 def _full_after_the_check(store: FilesystemStore, key: str, value: bytes) -> None:
-    if not key.startswith("doctor/"):
+    if not key.startswith("doctor-"):
         raise Unavailable("no space left.")
     WRITE(store, key, value)
 
