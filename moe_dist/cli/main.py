@@ -95,6 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 code = _run(argv)
             finally:
                 sys.stdout.flush()
+        except KeyboardInterrupt:  # amid that
+            print(f"moe-dist: ended by {signal.SIGINT.name}", file=sys.stderr)
+            code = 128 + signal.SIGINT
         except OSError as error:
             if stdout is None or error is not stdout.failed:
                 raise

@@ -242,14 +242,24 @@ def test_a_signal_is_heard_while_a_listing_waits_for_its_reader(number: int, cod
         assert (process.returncode, said) == (code, "" if code < 0 else "moe-dist: ended by SIGINT\n")
 
 
-# Line by line it waits where a benchmark has something to take away, else at the end, where the system's own handling stands.
-@pytest.mark.parametrize(("unbuffered", "code"), [("1", 128 + signal.SIGTERM), ("", -signal.SIGTERM)])
-def test_sigterm_is_heard_while_a_benchmark_waits_for_the_reader_of_its_table(unbuffered: str, code: int, tmp_path: Path) -> None:
+# Line by line it waits where a benchmark has something to take away, else at the end, where the system's own handling of SIGTERM stands.
+@pytest.mark.parametrize(
+    ("number", "unbuffered", "code"),
+    [
+        (signal.SIGTERM, "1", 128 + signal.SIGTERM),
+        (signal.SIGTERM, "", -signal.SIGTERM),
+        (signal.SIGINT, "1", 128 + signal.SIGINT),
+        (signal.SIGINT, "", 128 + signal.SIGINT),
+    ],
+)
+def test_a_signal_is_heard_while_a_benchmark_waits_for_the_reader_of_its_table(
+    number: int, unbuffered: str, code: int, tmp_path: Path
+) -> None:
     command = [*COMMAND, "bench", "lookup", "--json", str(tmp_path / "out.json")]
     with full_pipe() as fd, started(command, stdout=fd, stderr=fd, PYTHONUNBUFFERED=unbuffered) as process:
         until((tmp_path / "out.json").exists, process)
         time.sleep(1.0)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         process.communicate(timeout=WITHIN_S)
         assert process.returncode == code
     assert json.loads((tmp_path / "out.json").read_text())["lookup"]
