@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -317,6 +318,43 @@ def test_progress_is_dropped_where_nobody_reads_it_and_shown_again_to_who_does(m
     stream.close()
     os.close(read)
     os.close(write)
+
+
+def test_room_that_another_process_takes_first_is_waited_for_and_not_in_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no signal handler is run before the reader reads."""
+    with small_pipe() as (is_full, write):
+        stream, looks = Stream(write, raises=False), iter([True, False])
+
+        def is_ready() -> bool:
+            if not is_full():
+                os.write(write, bytes(4096))  # another rank's
+            return next(looks)
+
+        monkeypatch.setattr(stream, "_is_ready", is_ready)
+        writer = threading.Thread(target=stream.write, args=(b"a line",), daemon=True)
+        writer.start()
+        writer.join(10.0)
+        assert not writer.is_alive()
+        stream.close()
+
+
+# Writes to the number 2, as libraries in C do, with a file open that would have it.
+RAW = """
+import os, sys
+from moe_dist.cli import doctor, main
+def run(arguments):
+    with open(sys.argv[1], "w") as file:
+        os.write(2, b"raw")
+    return 0
+doctor.run = run
+sys.exit(main.main(["doctor"]))
+"""
+
+
+def test_what_is_written_to_a_closed_stderr_by_its_number_gets_into_no_file(tmp_path: Path) -> None:
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", RAW, str(tmp_path / "file")]
+    assert subprocess.run(command, env=environment(), timeout=DEADLINE_S, check=False).returncode == 0
+    assert (tmp_path / "file").read_bytes() == b""
 
 
 def test_stdout_s_error_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
