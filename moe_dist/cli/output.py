@@ -96,8 +96,6 @@ def guarded() -> Iterator[Stream | None]:
         yield stream if isinstance(stream := getattr(sys.stdout, "buffer", None), Stream) else None
     finally:
         sys.stdout, sys.stderr = before
-        for stream in before:
-            _drop_unwritten(stream)
 
 
 def _guard(stream: Any, *, raises: bool) -> Any:
@@ -120,8 +118,7 @@ def _guard(stream: Any, *, raises: bool) -> Any:
 def _drop_unwritten(stream: Any) -> None:
     """What a warning at some module's import has left there: the interpreter's last flush would fail on it, and end with 120."""
     try:
-        if stream is not None:
-            stream.flush()
+        stream.flush()
     except OSError:
         fd = stream.fileno()
         kept, nowhere = os.dup(fd), os.open(os.devnull, os.O_WRONLY)

@@ -266,6 +266,31 @@ def test_a_signal_is_heard_while_a_benchmark_waits_for_the_reader_of_its_table(
     assert json.loads((tmp_path / "out.json").read_text())["lookup"]
 
 
+# What was printed until then is in a buffer.
+WAITS = """
+import sys, time
+from moe_dist.cli import bench, doctor, main
+def waits(arguments):
+    print("a result so far")
+    open(sys.argv[1], "w").close()
+    time.sleep(600)
+bench._lookup = doctor.run = waits
+sys.exit(main.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "number"), [(["doctor"], signal.SIGINT), (["bench", "lookup"], signal.SIGINT), (["bench", "lookup"], signal.SIGTERM)]
+)
+def test_who_is_ended_amid_its_work_waits_for_nobody_to_read_what_it_has(command: list[str], number: int, tmp_path: Path) -> None:
+    with full_pipe() as fd, started([sys.executable, "-c", WAITS, str(tmp_path / "waits"), *command], stdout=fd) as process:
+        until((tmp_path / "waits").exists, process)
+        time.sleep(0.2)
+        process.send_signal(number)
+        said = process.communicate(timeout=WITHIN_S)[1]
+    assert (process.returncode, said) == (128 + number, f"moe-dist: ended by {signal.Signals(number).name}\n")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_tuning_that_a_signal_ends_waits_for_nobody_to_read_its_summary(number: int, model: str, tmp_path: Path) -> None:
     """And writes what it has, before."""
