@@ -7,6 +7,8 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_dist.cli import meeting
 from moe_dist.cli.meeting import exchange, meet
 from moe_dist.errors import RendezvousLost
 from moe_dist.settings import RankSettings
@@ -63,6 +66,23 @@ def lost(ranks: RankSettings, *, minutes: float) -> str:
     with pytest.raises(RendezvousLost) as raised:
         meet(ranks, (0, 1), torch.device("cpu"), timedelta(minutes=minutes), print)
     return str(raised.value)
+
+
+def test_nobody_is_said_to_wait_once_all_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes its time."""
+    looked, said = threading.Event(), list[str]()
+
+    def look(meet_at: str) -> tuple[str, str]:
+        looked.set()
+        time.sleep(0.2)
+        return "", ""
+
+    monkeypatch.setattr(meeting, "_look", look)
+    monkeypatch.setattr(meeting, "_SAID_AFTER_S", 0.0)
+    monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **more: looked.wait(10.0))
+    meet(RankSettings(rank=1, world_size=2, meet_at="host:1"), (0, 1), torch.device("cpu"), timedelta(minutes=1), said.append)
+    time.sleep(0.5)
+    assert said == []
 
 
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

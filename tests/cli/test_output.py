@@ -306,21 +306,29 @@ def test_a_tuning_that_a_signal_ends_waits_for_nobody_to_read_its_summary(number
     assert len(document["keys"]) >= 1
 
 
-def test_a_rank_that_says_an_error_to_nobody_ends_by_itself_though_a_launcher_s_signal_is_put_off(tmp_path: Path) -> None:
+FAILS = """
+import sys
+from moe_dist.cli import doctor, main
+from moe_dist.errors import ConfigError
+def run(arguments):
+    print("a result so far")
+    raise ConfigError("wrong")
+doctor.run = run
+sys.exit(main.main(["doctor"]))
+"""
+
+
+def test_a_rank_that_says_an_error_to_nobody_ends_by_itself_though_a_launcher_s_signal_is_put_off() -> None:
     here = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with full_pipe() as fd, started([*COMMAND, "store", "ls", "entries", "stray"], stderr=fd, **here) as process:
-        time.sleep(0.5)
-        for _ in range(100):  # from before its imports end until after it speaks
-            if process.poll() is not None or _ignores_sigterm(process.pid):
-                break
-            time.sleep(0.1)
+    with full_pipe() as fd, started([sys.executable, "-c", FAILS], stdout=fd, stderr=fd, **here) as process:
+        until(lambda: _hears_sigterm(process.pid), process)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=WITHIN_S)
         assert process.returncode == 2
 
 
-def _ignores_sigterm(pid: int) -> bool:
-    """Whether it has a handler of its own for it, or none."""
+def _hears_sigterm(pid: int) -> bool:
+    """Whether it is not the system's to end the process."""
     status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
     return bool((int(status["SigCgt"], 16) | int(status["SigIgn"], 16)) >> (signal.SIGTERM - 1) & 1)
 
