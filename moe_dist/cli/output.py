@@ -101,9 +101,11 @@ def guarded() -> Iterator[Stream | None]:
 def _guard(stream: Any, *, raises: bool) -> Any:
     if stream is None:
         return open(os.devnull, "w")
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
     try:
         raw = Stream(stream.fileno(), raises=raises)
-    except (AttributeError, OSError, ValueError):  # no file
+    except (OSError, ValueError):  # no file
         return stream
     _drop_unwritten(stream)
     return io.TextIOWrapper(
