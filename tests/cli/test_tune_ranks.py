@@ -254,7 +254,7 @@ def test_what_a_budget_left_untimed_is_named_with_that_reason(strategy: str, mod
         ("eager", [1, 1], "hit", None), ("eager", [2, 3], "untimed", ended), ("eager", [4, 4], "untimed", ended)
     ]  # fmt: skip
     assert re.search(rf"^ +2-3 +\(the default, untimed: {ended}\) *$", said, re.MULTILINE), said
-    assert "1 hits of 3; 2 without a winner; no keys differ between 2 ranks" in said
+    assert "1 hit of 3; 2 without a winner; no keys differ between 2 ranks" in said
     assert "moe-dist: 2 of 3 cells have no winner (eager at 2-3, 4 tokens): the budget of 1e-05 s" in complained
 
 
