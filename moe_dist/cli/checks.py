@@ -36,8 +36,9 @@ def store_url(text: str) -> str:
 
 
 def may_hold_login(text: str) -> bool:
-    """Whether an argument looks like a store's URL, right or wrong, and so is not to be shown where it does not belong."""
-    return re.search("[:@]|//", text) is not None
+    """Whether an argument looks like a store's URL, right or wrong, and so is not to be shown where it does not belong; token counts as
+    --buckets takes them do not."""
+    return re.search("[:@]|//", text) is not None and not re.fullmatch("[0-9:,]+", text)
 
 
 def require_writable(path: Path | None) -> None:
