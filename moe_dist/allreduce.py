@@ -22,7 +22,7 @@ from moe_dist.distributed.symmetric import Arena, Refused, why_no_arena
 from moe_dist.errors import ConfigError, GroupError, InputError, RankLost, TunerStateError
 from moe_dist.operation import FLOOR, TOLERANCE
 from moe_dist.tuning.probe import GuardedOutputs, seeded
-from moe_dist.tuning.problem import Bucket, Epoch, ProbeSpec, Problem, Tactic, Workspace
+from moe_dist.tuning.problem import Bucket, Cell, Epoch, ProbeSpec, Problem, Tactic, Workspace
 from moe_dist.tuning.tuner import Tuner
 
 GLOO = Tactic.of("gloo", collective=True)
@@ -236,7 +236,8 @@ class ServedAllReduce:
         epoch = self.tuner.epoch
         index: dict[int, Runner] = {}
         for bucket, winner in epoch.of(self.operation.problem, "eager").items():
-            if (reason := self.operation.why_not(winner.tactic, bucket)) is not None:  # peers will run it
+            cell = Cell(self.operation.problem, "eager", bucket)
+            if (reason := self.tuner.limits.why_not(self.operation, cell, winner.tactic)) is not None:  # peers will run it
                 raise TunerStateError(f"this rank can't run the winner {winner.tactic} of {bucket} tokens: {reason}; tune again")
             index.update(
                 dict.fromkeys(range(bucket.low, bucket.high + 1), self.operation.bind(winner.tactic, bucket.high, self.tuner.arena))

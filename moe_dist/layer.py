@@ -31,8 +31,9 @@ from moe_dist.errors import GroupError, InputError, TunerStateError, Unsupported
 from moe_dist.operation import MoEOperation
 from moe_dist.tensors import MoEActivationPack, MoEWeightPack
 from moe_dist.tuning.context import current_tuner
+from moe_dist.tuning.pass_terms import Limits
 from moe_dist.tuning.pins import Pins
-from moe_dist.tuning.problem import MODES, Bucket, Epoch, Tactic, modes_on
+from moe_dist.tuning.problem import MODES, Bucket, Cell, Epoch, Tactic, modes_on
 from moe_dist.tuning.tuner import Tuner
 
 logger = logging.getLogger(__name__)
@@ -212,7 +213,8 @@ class MoELayer:
         layer = bind_weights(problem, weights)
         if not _capturing(weights.w13.device):
             check_expert_map(layer)
-        index = ServingIndex(layer, self.config.options, self.extra_backends, epoch)
+        limits = self.tuner.limits if self.tuner is not None else None
+        index = ServingIndex(layer, self.config.options, self.extra_backends, epoch, limits)
         self._indexes[routed] = index
         return index
 
@@ -228,12 +230,23 @@ class BoundTactic:
 
 
 class ServingIndex:
-    """The index of one problem on one weight pack and epoch: by mode, a list with a tactic for each token count."""
+    """The index of one problem on one weight pack and epoch: by mode, a list with a tactic for each token count.
 
-    def __init__(self, layer: BoundLayer, options: BackendOptions | None, extra_backends: Sequence[Backend], epoch: Epoch | None) -> None:
+    limits: of the tuner whose epoch this is, which may have adopted it before it knew this problem; None: there are none.
+    """
+
+    def __init__(
+        self,
+        layer: BoundLayer,
+        options: BackendOptions | None,
+        extra_backends: Sequence[Backend],
+        epoch: Epoch | None,
+        limits: Limits | None = None,
+    ) -> None:
         self.layer = layer
         self.device = layer.weights.w13.device
         self.epoch = epoch
+        self._options, self._extra, self._limits = options, extra_backends, limits or Limits(None, {})
         self._backends = {backend.name: backend for backend, _ in usable_backends(layer.problem, self.device, options, extra_backends)}
         self._runners: dict[Tactic, BoundTactic] = {}
         self._beyond = self._default(None)
@@ -260,28 +273,28 @@ class ServingIndex:
 
     def _fill(self, mode: str, local: list[BoundTactic]) -> tuple[list[BoundTactic], dict[int, BoundTactic]]:
         collective: dict[int, BoundTactic] = {}
-        winners = self.epoch.of(self.layer.problem.key(), mode) if self.epoch is not None else {}
+        if self.epoch is None or not (winners := self.epoch.of(self.layer.problem.key(), mode)):
+            return local, collective
+        operation = MoEOperation(self.layer.problem, self.layer.weights, self.device, self._options, self._extra)
         for bucket, winner in winners.items():
+            cell = Cell(operation.problem, mode, bucket)
             local += [self._beyond] * (bucket.high + 1 - len(local))  # a ladder longer than the config's own
             counts = range(bucket.low, bucket.high + 1)
             chosen = winner.tactic
             if chosen.collective:
-                if (reason := self._why_not(chosen, bucket)) is not None:  # peers will run it: leaving it out here would hang them
+                if (
+                    reason := self._limits.why_not(operation, cell, chosen)
+                ) is not None:  # peers will run it: leaving it out here would hang them
                     raise TunerStateError(f"this rank can't run the collective winner {chosen} of {bucket} tokens: {reason}; tune again")
                 collective.update(dict.fromkeys(counts, self._ready(chosen)))
                 chosen = winner.default  # what calls without group_tokens run
                 if chosen.collective:
                     continue  # they keep the layer's own default, which is not
-            if (reason := self._why_not(chosen, bucket)) is not None:
+            if (reason := self._limits.why_not(operation, cell, chosen)) is not None:
                 logger.warning("%s is left out for %s tokens, the layer's default runs: %s", chosen, bucket, reason)
             else:
                 local[bucket.low : bucket.high + 1] = [self._ready(chosen)] * len(counts)
         return local, collective
-
-    def _why_not(self, tactic: Tactic, bucket: Bucket) -> str | None:
-        if tactic.backend not in self._backends:
-            return f"this layer runs {' | '.join(self._backends)}"
-        return self._backends[tactic.backend].why_not_tactic(self.layer.problem, tactic, bucket, self.device)
 
     def _default(self, bucket: Bucket | None) -> BoundTactic:
         backend = next(iter(self._backends.values()))

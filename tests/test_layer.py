@@ -16,6 +16,9 @@ import torch
 
 import moe_dist as md
 from moe_dist.distributed.group import RankGroup
+from moe_dist.operation import MoEOperation
+from moe_dist.tuning.measure import journal_key
+from moe_dist.tuning.pass_terms import Limits
 from moe_dist.tuning.problem import Cell, Epoch, Operation, Winner
 from tests.backends.native import NATIVE, NativeBackend, NativeConfig
 from tests.backends.oracle import error_of, make_case, oracle
@@ -38,6 +41,7 @@ class FakeTuner:
     def __init__(self, winners: Mapping[md.Bucket, md.Tactic], *, routed: bool = True, config: md.MoEConfig = CONFIG) -> None:
         self.problem = md.MoEProblem.of(config, routed=routed).key()
         self.records: list[Operation] = []
+        self.limits = Limits(None, {})
         self.group = RankGroup.alone()
         self.serve(winners)
 
@@ -446,7 +450,7 @@ def test_a_winner_outside_the_layers_choice_is_left_out(caplog: pytest.LogCaptur
         layer(batch(5))
     assert layer.lookup(5) == LOOP
     assert (
-        "torch_dense(compute=fp32,form=wide) is left out for 1-8 tokens, the layer's default runs: this layer runs torch_loop"
+        "torch_dense(compute=fp32,form=wide) is left out for 1-8 tokens, the layer's default runs: backend 'torch_dense' is not among those that run here: torch_loop"
         in caplog.text
     )
 
@@ -459,11 +463,34 @@ def test_a_winner_that_its_backend_no_longer_has_is_left_out(caplog: pytest.LogC
     assert "torch_loop doesn't compute fp32 in fp8 on cpu" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (lambda cell, needed: Limits(needed - 1, {}), "needs {needed} bytes of workspace; the limit is {less}"),
+        (lambda cell, needed: Limits(None, {journal_key(cell, DENSE): "it was running when its process died"}), "its process died"),
+    ],
+    ids=["limit", "journal"],
+)
+def test_a_winner_adopted_before_the_layer_was_known_is_left_out_where_this_rank_refuses_it(
+    caplog: pytest.LogCaptureFixture, limits: Callable[[Cell, int], Limits], reason: str
+) -> None:
+    layer, tuner = tuned({md.Bucket(1, 8): DENSE})
+    problem, weights = md.MoEProblem.of(CONFIG, routed=True), batch(1)[1]
+    needed = MoEOperation(problem, weights, torch.device("cpu")).workspace(DENSE, 8).nbytes
+    assert needed > 0
+    tuner.limits = limits(Cell(tuner.problem, "eager", md.Bucket(1, 8)), needed)
+    with caplog.at_level(logging.WARNING):
+        layer(batch(5))
+    assert layer.lookup(5) == SEGMENTS
+    assert reason.format(needed=needed, less=needed - 1) in caplog.text
+
+
 def test_a_collective_winner_that_cannot_run_here_is_an_error() -> None:
     # Left out on one rank, its peers would wait for it.
     layer, _ = tuned({md.Bucket(1, 8): MEET})
     with pytest.raises(
-        md.TunerStateError, match="this rank can't run the collective winner native of 1-8 tokens: this layer runs torch_grouped"
+        md.TunerStateError,
+        match="this rank can't run the collective winner native of 1-8 tokens: backend 'native' is not among those that run here: torch_grouped",
     ):
         layer(batch(5))
 

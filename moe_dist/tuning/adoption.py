@@ -164,6 +164,8 @@ def adopt_newest(
         asked = [msgpack.unpackb(word) for word in dict.fromkeys(words)]
         wanted = {problem for _, problems in asked for problem in problems}
         found, missing = choose_committed(store, serving.deployment, wanted, {there for there, _ in asked}, buckets, serving, why_not)
+        if found is None and not missing and serving.number:
+            missing = f"deployment {serving.deployment!r} has no epoch any more; {Committed(b'', serving, {})} is served on"
         packed: bytes = msgpack.packb(
             [found.key, digest(found.value), [found.epoch.number, found.epoch.digest, sorted(found.environments)], "", False]
             if found

@@ -140,6 +140,11 @@ class Tuner:
     def group(self) -> RankGroup:
         return self._group
 
+    @property
+    def limits(self) -> Limits:
+        """What keeps this rank from running a tactic besides the operation's own reasons, as the journal has it now."""
+        return Limits.of(self._workspace_limit, self._journal)
+
     def record(self, operation: Operation) -> None:
         """Remember an operation for the passes to come; the first of equal problems is kept. Measures nothing."""
         self._records.setdefault(operation.problem, operation)
@@ -206,14 +211,14 @@ class Tuner:
 
         True: adopted, or served already. False: there is none, or it can't be told which, or a rank refuses it (its environment differs, it
         is pinned to another epoch; a backend, its workspace limit or its journal objects to a winner, as in a pass), said in the log.
-        Winners are judged, and symmetric memory is reserved, for the operations recorded so far. PassAborted: a rank can't have it.
+        Winners are judged, and symmetric memory is reserved, for the operations recorded so far; of one that comes later a winner that is
+        refused is left out where it is bound to serve. PassAborted: a rank can't have that memory.
         """
         self._require_usable()
-        limits = Limits.of(self._workspace_limit, self._journal)
         run = {(mode, bucket) for mode in self.policy.modes(self.device.type) for bucket in self.ladder.buckets()}
         with reporting(self.store, self._store_goes_on):
             found, self.arena = adopt_newest(
-                self._group, self.store, self.environment, self._records, self.epoch, self.arena, self.pins, run, limits
+                self._group, self.store, self.environment, self._records, self.epoch, self.arena, self.pins, run, self.limits
             )
         if found is None:
             return False

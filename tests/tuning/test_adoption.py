@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -213,6 +214,20 @@ def test_a_rank_whose_own_epoch_could_not_be_published_keeps_it_and_says_so(tmp_
             assert not second.reload()
         assert second.epoch.number == 2
     assert "the newest of deployment 'default' is older: epoch 1 of problems" in caplog.text
+
+
+def test_a_rank_that_serves_is_told_that_the_store_has_no_epoch_any_more_and_one_that_serves_none_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tuner_of(tmp_path, FakeOperation("a", COSTS), 4) as tuner, caplog.at_level(logging.INFO):
+        assert not tuner.reload()
+        assert caplog.text == ""
+        tuner.run_pass()
+        shutil.rmtree(tmp_path)
+        assert not tuner.reload()
+        assert tuner.epoch.number == 1
+    said = f"deployment 'default' has no epoch any more; epoch 1 of problems {next(iter(digests('a')))[:8]} is served on"
+    assert [(record.levelname, said in record.getMessage()) for record in caplog.records] == [("WARNING", True)]
 
 
 DIES = """

@@ -25,9 +25,10 @@ from moe_dist.stores.degrade import Unavailable
 from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.stores.memory import MemoryStore
 from moe_dist.tuning.context import autotune
-from moe_dist.tuning.pass_terms import BUDGET_ENDED, NONE_WON
+from moe_dist.tuning.measure import journal_key
+from moe_dist.tuning.pass_terms import BUDGET_ENDED, NONE_WON, Limits
 from moe_dist.tuning.policy import STRATEGIES, MeasurementPolicy
-from moe_dist.tuning.problem import Bucket, BucketLadder, ProbeSpec, Tactic
+from moe_dist.tuning.problem import Bucket, BucketLadder, Cell, ProbeSpec, Tactic
 from moe_dist.tuning.search import Race
 from moe_dist.tuning.tuner import PassReport, Tuner
 
@@ -483,6 +484,17 @@ def test_a_tactic_that_ends_the_process_twice_is_not_run_a_third_time(tmp_path: 
     assert third.returncode == 0, third.stderr
     assert third.stdout.splitlines()[0] == "quick"
     assert "rank 0: it was running when its process died, at " in third.stdout
+
+
+def test_the_default_is_never_quarantined() -> None:
+    """It is what runs where nothing wins."""
+    operation = FakeOperation("a", COSTS)
+    cell = Cell(operation.problem, "eager", Bucket(1, 4))
+    default = operation.default(cell.bucket, cell.mode)
+    limits = Limits(None, {journal_key(cell, one): "it ended a process" for one in (default, tactic("quick"))})
+    assert default != tactic("quick")
+    assert limits.why_not(operation, cell, tactic("quick")) == "it ended a process"
+    assert limits.why_not(operation, cell, default) is None
 
 
 # -- serving: from the epoch only -----------------------------------------------------------------------------------------------
