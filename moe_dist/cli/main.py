@@ -16,6 +16,7 @@ import difflib
 import errno
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import re
@@ -49,6 +50,9 @@ class _Parser(argparse.ArgumentParser):
         if not {"-h", "--help"} & set(own) and (wrong := self._unknown_flag(own)):
             close = difflib.get_close_matches(wrong, self._option_string_actions, n=1)
             self.error(f"unknown flag {wrong}{f'; did you mean {close[0]}?' if close else ''}")
+        if not self._subparsers:
+            for flag, value in [*itertools.pairwise(own), *(word.split("=", 1) for word in own if "=" in word)]:
+                self._require_no_url(flag, value)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -65,6 +69,11 @@ class _Parser(argparse.ArgumentParser):
             if len(flag) > 1 and flag[0] == "-" and flag not in known and not re.match(r"-[\d.]|.* ", argument):  # no number, no text
                 return flag
         return None
+
+    def _require_no_url(self, flag: str, value: str) -> None:
+        """Which would be said with the password that it may hold, by whoever finds no such file or model."""
+        if flag in ("--model", "--json", "--deployment") and re.search("://|//.*@", value):
+            self.error(f"argument {flag}: it is a URL, which can't be; a store's goes to --store")
 
     def error(self, message: str) -> NoReturn:
         for given in sorted(self._given, key=len, reverse=True):  # the URL of a store in a wrong place, with its password

@@ -140,11 +140,14 @@ def _rounded_up(number: float) -> int:
 def print_summary(config: MoEConfig, result: TuneResult, out: TextIO) -> None:
     modes = {row.cell.mode for row in result.rows}
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("tokens", justify="right")
-    if len(modes) > 1:
-        table.add_column("mode")
-    for name in ("default", "us", "winner", "us", "gain", "source"):
-        table.add_column(name, justify="right" if name in ("us", "gain") else "left", no_wrap=True)
+    for name in ("tokens", *(["mode"] if len(modes) > 1 else []), "default", "us", "winner", "us", "gain", "source"):
+        # A terminal that is too narrow breaks tactics over lines, and nothing else: every figure stays whole.
+        table.add_column(
+            name,
+            justify="right" if name in ("tokens", "us", "gain") else "left",
+            no_wrap=name not in ("default", "winner"),
+            overflow="fold",
+        )
     for row in result.rows:
         cells = [str(row.cell.bucket), *([row.cell.mode] if len(modes) > 1 else [])]
         if (winner := row.winner) is None:
@@ -156,7 +159,7 @@ def print_summary(config: MoEConfig, result: TuneResult, out: TextIO) -> None:
         table.add_row(*cells, str(winner.default), default_us, str(winner.tactic), f"{winner.tactic_us:.1f}", gain, winner.source)
     console = Console(file=out, highlight=False)
     if not console.is_terminal:
-        console.width = 200  # a log has no right margin
+        console.width = 10_000  # a log has no right margin
     with console.capture() as shown:  # printed as all else is: where nobody reads, rich would end the process in its own way
         console.print(f"{result.group}{result.group and ': '}{summarize(config.to_dict())}")
         if result.rows:

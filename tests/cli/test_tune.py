@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,11 +95,15 @@ def test_no_rank_is_waited_for_past_the_cap(arguments: str, seconds: int) -> Non
         (["--modle", "x"], r"^unknown flag --modle; did you mean --model\?"),  # not that --model is missing
         (["--model", "m", "--sede=3"], r"^unknown flag --sede; did you mean --seed\?"),
         (["--model", "m", "stray"], "^unrecognized arguments: stray"),
+        (["--model", "redis://:s3cr3t@h/0"], "^argument --model: it is a URL, which can't be; a store's goes to --store"),
+        (["--model", "m", "--json=redis//:s3cr3t@h/0"], "^argument --json: it is a URL"),
+        (["--model", "m", "--deployment", "rediss://s3cr3t@h"], "^argument --deployment: it is a URL"),
     ],
 )
 def test_unparsable_arguments_are_refused(arguments: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"{message}.*; moe-dist tune --help lists what there is"):
+    with pytest.raises(ConfigError, match=f"{message}.*; moe-dist tune --help lists what there is") as refused:
         parsed(*arguments)
+    assert "s3cr3t" not in str(refused.value)
 
 
 def test_the_help_says_how_long_ranks_wait(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,6 +156,28 @@ def test_a_store_that_keeps_nothing_is_refused_before_anything_is_measured(
 def test_memory_is_a_store_that_was_asked_for(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "--device", "cpu", "--model", model, "--buckets", "1", "--store", "memory:"]) == 0
     assert "kept nowhere (memory: lasts as long as its process)" in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_narrow_terminal_breaks_tactics_over_lines_and_no_figure(columns: int, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", shown := Terminal())
+    assert main(["tune", "--device", "cpu", "--model", model, "--buckets", "8,16", "--store", "memory:"]) == 0
+    said = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue())
+    assert "…" not in said
+    head, *lines = said[said.index("tokens ") :].splitlines()
+    assert head.split() == ["tokens", "default", "us", "winner", "us", "gain", "source"]
+    assert max(map(len, lines[:-1])) <= columns
+    rows = [line for line in lines if re.match(r" *(1-8|9-16) ", line)]
+    assert len(rows) == 2
+    assert all(re.search(r" \d+\.\d  \S+ +\d+\.\d  \d+\.\d\dx  tuned *$", row) for row in rows)
+    assert "\n".join(lines[:-1]).count(")") == 4, "every tactic has its end"
 
 
 def test_a_budget_that_ends_before_anything_is_timed_is_no_success(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
