@@ -1,8 +1,14 @@
-"""What all tests share: one CPU thread a process, the same Hypothesis examples in each run, and GPU tests skipped where there is no GPU."""
+"""What all tests share: one CPU thread a process, interrupts that are heard, the same Hypothesis examples in each run; and GPU tests are skipped
+where there is no GPU."""
 
 from __future__ import annotations
 
 import os
+import signal
+
+# A run in the background inherits that no interrupt is heard, and so would every process that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Several workers and their ranks share few cores; children inherit this. Set before torch reads it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

