@@ -71,7 +71,7 @@ def exchange(mine: T, group: dist.ProcessGroup | None, ranks: RankSettings) -> l
 
 @contextlib.contextmanager
 def _waiting(ranks: RankSettings, patience_s: float, say: Callable[[str], None]) -> Iterator[None]:
-    started, over = time.monotonic(), threading.Event()
+    started, over, verdict = time.monotonic(), threading.Event(), threading.Lock()
 
     def say_where() -> None:
         found, _ = _look(ranks.meet_at)
@@ -86,8 +86,15 @@ def _waiting(ranks: RankSettings, patience_s: float, say: Callable[[str], None])
     def end() -> None:
         found, way_out = _look(ranks.meet_at)
         answers = "torch has not ended its wait by itself; what answers there may be another program: then choose another MASTER_PORT"
+        if over.is_set() or not verdict.acquire(blocking=False):
+            return  # the wait has ended meanwhile
         say(in_vain(found or answers, way_out or _PEERS_CAME_NOT))
         os._exit(1)  # nothing else ends a wait inside torch; nothing was begun that would have to be ended
+
+    def settle() -> None:
+        """From here on it is this thread that says how the wait ended; where `end` does already, it ends the process."""
+        if not verdict.acquire(blocking=False):
+            threading.Event().wait()
 
     timers = threading.Timer(_SAID_AFTER_S, say_where), threading.Timer(patience_s + _TORCH_ENDS_S, end)
     for timer in timers:
@@ -95,7 +102,9 @@ def _waiting(ranks: RankSettings, patience_s: float, say: Callable[[str], None])
         timer.start()
     try:
         yield
+        settle()
     except RuntimeError as error:  # torch's own, whatever it waited for
+        settle()
         why, took_s = first_line(error), time.monotonic() - started
         if took_s < 0.9 * patience_s:
             raise RendezvousLost(_why_at_once(ranks, why, took_s)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -83,6 +84,35 @@ def test_nobody_is_said_to_wait_once_all_have_met(monkeypatch: pytest.MonkeyPatc
     meet(RankSettings(rank=1, world_size=2, meet_at="host:1"), (0, 1), torch.device("cpu"), timedelta(minutes=1), said.append)
     time.sleep(0.5)
     assert said == []
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_a_wait_that_ends_while_its_end_is_looked_into_is_ended_once(met: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was about to end a process that had met its peers, or said twice what was in vain."""
+    looks, said = [threading.Event(), threading.Event()], list[str]()
+
+    def look(meet_at: str) -> tuple[str, str]:
+        mine = threading.current_thread() is threading.main_thread()
+        looks[mine].set()
+        if not mine:
+            time.sleep(0.5)
+        return "nobody listens there", ""
+
+    def wait(*arguments: Any, **more: Any) -> None:
+        assert looks[False].wait(10.0)
+        if not met:
+            raise RuntimeError("timed out while trying to connect")
+
+    monkeypatch.setattr(meeting, "_look", look)
+    monkeypatch.setattr(meeting, "_TORCH_ENDS_S", 0.0)
+    monkeypatch.setattr(meeting.os, "_exit", lambda code: said.append(f"ended with {code}"))
+    monkeypatch.setattr(dist, "init_process_group", wait)
+    ranks = RankSettings(rank=1, world_size=2, meet_at="host:1")
+    with contextlib.nullcontext() if met else pytest.raises(RendezvousLost, match="did not meet"):
+        meet(ranks, (0, 1), torch.device("cpu"), timedelta(milliseconds=10), said.append)
+    time.sleep(1.0)
+    assert said == []
+    assert looks[True].is_set() == (not met)
 
 
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -375,14 +375,24 @@ def test_progress_is_dropped_where_nobody_reads_it_and_shown_again_to_who_does(m
 def test_room_that_another_process_takes_first_is_waited_for_and_not_in_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no signal handler is run before the reader reads."""
     with small_pipe() as (is_full, write):
-        stream, looks = Stream(write, raises=False), iter([True, False])
+        stream, ready = Stream(write, raises=False), select.poll
 
-        def is_ready() -> bool:
-            if not is_full():
-                os.write(write, bytes(4096))  # another rank's
-            return next(looks)
+        class Ready:
+            """Ready when it was asked, and full when it is written."""
 
-        monkeypatch.setattr(stream, "_is_ready", is_ready)
+            def __init__(self) -> None:
+                self.poll_ = ready()
+
+            def register(self, *asked: int) -> None:
+                self.poll_.register(*asked)
+
+            def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+                found = self.poll_.poll(timeout_ms)
+                if not is_full():
+                    os.write(write, bytes(4096))  # another rank's
+                return found
+
+        monkeypatch.setattr(output.select, "poll", Ready)
         writer = threading.Thread(target=stream.write, args=(b"a line",), daemon=True)
         writer.start()
         writer.join(10.0)
