@@ -16,10 +16,6 @@ DTYPES, MODES, BATCHES = ("bf16", "fp8"), ("cuda_graph", "eager"), (1, 32, 256)
 SLOW, NOT_FASTER = "below 0.98", "not above 1.05"
 # The bars that are missed, of both throughput and latency; docs/performance.md says why. Every other bar of every cell holds.
 MISSED = {
-    ("bf16 eager batch 1", SLOW),
-    ("bf16 eager batch 32", SLOW),
-    ("bf16 eager batch 256", SLOW),
-    ("bf16 eager batch 256", NOT_FASTER),
     ("bf16 cuda_graph batch 32", NOT_FASTER),
     ("fp8 cuda_graph batch 32", NOT_FASTER),
 }
@@ -58,7 +54,9 @@ def test_two_cards_serve_one_epoch_and_are_faster(ep: int, tables: dict[str, Any
 
 def test_our_experts_ran(tables: dict[str, Any]) -> None:
     """A replayed graph calls nothing anew: there the captures count."""
-    assert len(tables["tokens"]) == 6  # two dtypes by two modes, and two layouts on two cards
+    places = {(row["dtype"], row["mode"], row["tp"], row["ep"]) for row in tables["tokens"]}
+    one_card = {(dtype, mode, 1, 1) for dtype in DTYPES for mode in MODES}
+    assert places == one_card | {("bf16", "eager", 2, 1), ("bf16", "eager", 2, 2)}
     for row in tables["tokens"]:
         assert row["executed"]["captured" if row["mode"] == "cuda_graph" else "eager"] > 0, row
 

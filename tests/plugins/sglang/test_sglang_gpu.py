@@ -168,13 +168,22 @@ def test_fp8_blocks_are_as_near_to_their_dequantised_copy_as_sglang_s(tmp_path: 
     assert sum(first) >= len(PROMPTS) - 1, first
 
 
+def worst(ended: Ended, truth: Sequence[dict[str, Any]]) -> float:
+    """The farthest that a log-probability is from the truth; the tokens are the truth's."""
+    assert [said["tokens"] for said in answers(ended)] == [true["tokens"] for true in truth]
+    pairs = zip(answers(ended), truth, strict=True)
+    return max(abs(one - other) for said, true in pairs for one, other in zip(said["logprobs"], true["logprobs"], strict=True))
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one card")
 @pytest.mark.parametrize("parallel", [{}, {"ep_size": 2}], ids=["tp2", "tp2 ep2"])
 def test_two_ranks_serve_one_epoch_and_answer_as_the_model(
     tmp_path: Path, wide: Path, truth: list[dict[str, Any]], parallel: dict[str, int]
 ) -> None:
-    ended = serve(tmp_path, wide, tp_size=2, **parallel)
-    require_equal(ended, truth)
+    """Two ranks add their parts in fp16; how much that may cost SGLang's own experts say (0.02), in graphs like ours."""
+    stock = serve(tmp_path / "stock", wide, tp_size=2, moe_runner_backend="triton", **parallel)
+    ended = serve(tmp_path / "ours", wide, tp_size=2, **parallel)
+    assert worst(ended, truth) <= 1.25 * worst(stock, truth) + 0.01
     require_calls(ended, CHUNKS + len(CAPTURED), ranks=2)
     first, second = epochs(ended)
     assert first == second
