@@ -204,10 +204,10 @@ def worth_timing(problem: MoEProblem, bucket: Bucket) -> Iterator[Tactic]:
     if problem.config.quant.weight == "fp8":
         yield from _worth_timing_fp8(slots, rows)
     else:
-        yield from _worth_timing_plain(slots, rows)
+        yield from _worth_timing_plain(problem.local_intermediate, slots, rows)
 
 
-def _worth_timing_plain(slots: int, rows: float) -> Iterator[Tactic]:
+def _worth_timing_plain(intermediate: int, slots: int, rows: float) -> Iterator[Tactic]:
     if slots <= 160 and rows <= 2:
         downs = ((2, 512, 2), (4, 256, 1), (2, 256, 1))
         for small_up in ((1, 1024, 1), (1, 2048, 1), (1, 2048, 4))[: 3 if slots <= 40 else 2]:
@@ -242,6 +242,8 @@ def _worth_timing_plain(slots: int, rows: float) -> Iterator[Tactic]:
     if 28 < rows <= 512:
         yield sorted_tiles(128, (128, 64, 8, 3, "tp"), (256, 64, 8, 4, "tp"), group_m=8)
         yield sorted_tiles(128, (128, 64, 8, 4, "t"), (256, 64, 8, 4, "t"), group_m=8)
+    if rows > 512 and 0 < intermediate % 128 <= 64:  # tiles of 128 columns multiply for nothing beyond the experts' width
+        yield sorted_tiles(128, (64, 64, 4, 4, "t"), (256, 64, 8, 4, "tp"), group_m=8)
 
 
 def _worth_timing_fp8(slots: int, rows: float) -> Iterator[Tactic]:
