@@ -114,7 +114,7 @@ def test_16_bit_weights_have_warp_specialised_products_among_their_many_row_tact
     assert "a multiple of 8, not 764, local intermediate columns" in str(reason)
 
 
-@pytest.mark.parametrize("intermediate, timed", [(192, True), (128, False), (256, False), (232, False)])
+@pytest.mark.parametrize(("intermediate", "timed"), [(192, True), (128, False), (256, False), (232, False)])
 def test_where_a_tile_of_128_columns_hangs_over_by_half_tiles_of_64_are_timed(intermediate: int, timed: bool) -> None:
     problem = problem_of("qwen3-30b-a3b", experts=ExpertConfig(hidden_size=4096, intermediate_size=intermediate))
     for tokens, many_rows in ((16384, True), (1024, False)):
