@@ -97,17 +97,52 @@ def choose_committed(
     None: there is none, or the reason why none is chosen: groups that tune other problems may publish under one deployment, as the
     stages of a pipeline do, and an epoch of theirs would leave this group's layers to their defaults.
     """
-    names = epoch.published(store, deployment)
+    return _choose(_Published(store, deployment), wanted, environments, buckets, serving, why_not)
+
+
+class _Published:
+    """The epochs of `deployment` that lie in `store` at one look: listed once, and each value read once."""
+
+    def __init__(self, store: Store, deployment: str) -> None:
+        self._store, self.deployment = store, deployment
+        self.names = epoch.published(store, deployment)
+        self._values: dict[epoch.EpochName, bytes | None] = {}
+
+    def value(self, name: epoch.EpochName) -> bytes | None:
+        if name not in self._values:
+            self._values[name] = self._store.get(name.key(self.deployment))
+        return self._values[name]
+
+    def read(self, name: epoch.EpochName) -> Committed | None:
+        value = self.value(name)
+        return read_committed(value, self.deployment, name.key(self.deployment)) if value is not None else None
+
+    def only_one(self, environments: Collection[str]) -> epoch.EpochName | None:
+        """The newest of those that may serve, where all are of the same cells; None: names alone do not tell which is chosen."""
+        names = [name for name in self.names if name.may_serve(environments)]
+        return names[0] if len({name.cells for name in names}) == 1 else None
+
+
+def _choose(
+    published: _Published,
+    wanted: Collection[str],
+    environments: Collection[str],
+    buckets: Collection[tuple[str, Bucket]],
+    serving: Epoch | None,
+    why_not: Callable[[Committed], str | None],
+) -> tuple[Committed | None, str]:
+    """`choose_committed` of what was `published`."""
+    names, deployment = published.names, published.deployment
     newest: dict[str, Committed] = {}  # of each set of cells
     elsewhere: Committed | None = None
     for name in names:
-        if name.cells in newest or not name.may_serve(environments) or (found := _read(store, name, deployment)) is None:
+        if name.cells in newest or not name.may_serve(environments) or (found := published.read(name)) is None:
             continue
         if found.serves(environments):
             newest[name.cells] = found
         elsewhere = elsewhere or found
     if not newest:
-        others = (_read(store, name, deployment) for name in names if not name.may_serve(environments))
+        others = (published.read(name) for name in names if not name.may_serve(environments))
         elsewhere = elsewhere or next((found for found in others if found is not None), None)
         if elsewhere is None or not wanted or elsewhere.problems & set(wanted):
             return elsewhere, ""
@@ -155,50 +190,71 @@ def adopt_newest(
 
     None, said in the log: there is no such epoch, or a rank can't serve it, or has pins on another. PassAborted: a rank can't have the symmetric memory.
     """
-    found: Committed | None = None
     why_not = functools.cache(functools.partial(_why_not, environment=environment, records=records, limits=limits))
+    decide: Callable[[], tuple[Committed | None, str]] | None = None  # the leader's, once it has looked into the store
+    sought: set[str] = set()
+
+    def name(words: list[bytes]) -> bytes:
+        """The leader's part: it alone lists the store, and says what all read, or why nothing. Where the names leave one epoch it does not
+        take that apart before: all ranks do so at once, and `accept` tells whether it is the choice."""
+        nonlocal decide, sought
+        asked = [msgpack.unpackb(word) for word in dict.fromkeys(words)]
+        sought = {problem for _, problems in asked for problem in problems}
+        environments, published = {there for there, _ in asked}, _Published(store, serving.deployment)
+        decide = functools.cache(functools.partial(_choose, published, sought, environments, buckets, serving, why_not))
+        only = published.only_one(environments)
+        value = published.value(only) if only is not None and (only.number, only.table) != (serving.number, serving.digest) else None
+        if only is not None and value is not None:
+            named: bytes = msgpack.packb([only.key(serving.deployment), digest(value), [only.number, only.table, []], "", False])
+            return named
+        return choose([])
 
     def choose(words: list[bytes]) -> bytes:
-        """The leader's part: it alone lists the store, and says what all adopt, or why nothing."""
-        nonlocal found
-        asked = [msgpack.unpackb(word) for word in dict.fromkeys(words)]
-        wanted = {problem for _, problems in asked for problem in problems}
-        found, missing = choose_committed(store, serving.deployment, wanted, {there for there, _ in asked}, buckets, serving, why_not)
+        """The leader's choice, or why it chooses none."""
+        assert decide is not None
+        found, missing = decide()
         if found is None and not missing and serving.number:
             missing = f"deployment {serving.deployment!r} has no epoch any more; {Committed(b'', serving, {})} is served on"
         packed: bytes = msgpack.packb(
             [found.key, digest(found.value), [found.epoch.number, found.epoch.digest, sorted(found.environments)], "", False]
             if found
-            else ["", "", [0, "", []], missing or _NOTHING, bool(missing and (not wanted or serving.number))]
+            else ["", "", [0, "", []], missing or _NOTHING, bool(missing and (not sought or serving.number))]
         )
         return packed
 
-    def accept(said: Committed | None, missing: str) -> list[tuple[str, str, str, bool]]:
+    def accept(said: Committed | None, missing: str, another: bool) -> list[tuple[str, str, str, bool, bool]]:
         held = pins.why_not_replace() if said and said.epoch.digest != serving.digest else None
         reason = (held or why_not(said) or "") if said else missing
-        word = [reason, said.epoch.digest if said else "", serving.digest, bool(key) and said is None and not missing]
+        word = [reason, said.epoch.digest if said else "", serving.digest, bool(key) and said is None and not missing, another]
         return [msgpack.unpackb(answer) for answer in group.exchange("reload-accept", msgpack.packb(word))]
 
     with group.open_pass("reload"):
         here = {problem.packed for problem in records} | {cell.problem.packed for cell in serving.winners}
         own = msgpack.packb([environment.digest, sorted(digest(packed) for packed in here)])
-        key, wanted, (number, table_digest, environments), missing, doubtful = msgpack.unpackb(group.reduce("reload-problems", own, choose))
-        with epoch.HostCopy(store, key, wanted) as copy:
-            served = (number, table_digest) == (serving.number, serving.digest) and environment.digest in environments
-            if found is None and served:
-                found = Committed(b"", serving, {})  # there is nothing to read
-            elif key and found is None and (value := copy.read()) is not None:
-                found, missing = _read_here(value, serving.deployment)
-            answers = accept(found, missing)
-        if any(lacks for _, _, _, lacks in answers):  # in another store than the leader's
+        said = group.reduce("reload-problems", own, name)
+        while True:
+            key, wanted, (number, table_digest, environments), missing, doubtful = msgpack.unpackb(said)
+            with epoch.HostCopy(store, key, wanted) as copy:
+                found, _ = decide() if decide is not None else (None, "")
+                another = group.is_leader and key != (found.key if found else "")
+                served = (number, table_digest) == (serving.number, serving.digest) and environment.digest in environments
+                if found is None and served:
+                    found = Committed(b"", serving, {})  # there is nothing to read
+                elif key and found is None and not another and (value := copy.read()) is not None:
+                    found, missing = _read_here(value, serving.deployment)
+                answers = accept(found, missing, another)
+            if not answers[0][-1]:
+                break
+            said = group.reduce("reload-chosen", b"", choose)  # of what was named unread the value is none, or another is better
+        if any(lacks for _, _, _, lacks, _ in answers):  # in another store than the leader's
             lacking = bool(key) and found is None and not missing
             value = group.exchange("reload-value", found.value if found and group.is_leader else b"", reads={0} if lacking else ())[0]
             if lacking:
                 found, missing = _read_here(value, serving.deployment)
-            answers = accept(found, missing)
+            answers = accept(found, missing, False)
         refused = [f"rank {name}: {against}" for name, (against, *_) in zip(group.names, answers, strict=True) if against]
         table = found.epoch if found and not refused else serving
-        converge.require_one_digest([served if refused else chosen for _, chosen, served, _ in answers], group.names, "epochs")
+        converge.require_one_digest([served if refused else chosen for _, chosen, served, *_ in answers], group.names, "epochs")
         if found and not refused and any(winner.tactic.collective or winner.default.collective for winner in table.winners.values()):
             arena = reserve_for(group, table, records, arena)
         group.commit(table.digest)
@@ -216,12 +272,6 @@ def _read_here(value: bytes, deployment: str) -> tuple[Committed | None, str]:
 
 def _listed(problems: Collection[str]) -> str:
     return ", ".join(problem[:8] for problem in sorted(problems)[:3]) + (" ..." if len(problems) > 3 else "")
-
-
-def _read(store: Store, name: epoch.EpochName, deployment: str) -> Committed | None:
-    key = name.key(deployment)
-    value = store.get(key)
-    return read_committed(value, deployment, key) if value is not None else None
 
 
 def _tuned_elsewhere(found: Committed, environment: Environment) -> str | None:

@@ -231,7 +231,7 @@ GUARDS: dict[str, tuple[Scenario, list[tuple[Any, str, str, str]], str]] = {
     ),
     "one leader chooses the epoch": (
         Scenario(calls=("reload",), entries=WARM, holders=(0,), slow=0),
-        [(tuner, "adopt_newest", "if any(lacks for _, _, _, lacks in answers):", "if False:")],
+        [(tuner, "adopt_newest", "if any(lacks for _, _, _, lacks, _ in answers):", "if False:")],
         "two survivors serve different tables|a call ended with",
     ),
     "an arena's name stays until all have mapped it": (

@@ -7,6 +7,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -21,8 +22,9 @@ from torch._C._distributed_c10d import HashStore
 from moe_dist.distributed import epoch
 from moe_dist.distributed.group import RankGroup
 from moe_dist.errors import PassAborted
-from moe_dist.stores.codec import encode_epoch
+from moe_dist.stores.codec import decode_epoch, encode_epoch
 from moe_dist.stores.memory import MemoryStore
+from moe_dist.tuning import adoption
 from moe_dist.tuning.adoption import adopt_newest, choose_committed
 from moe_dist.tuning.identity import build_environment
 from moe_dist.tuning.journal import Journal
@@ -412,14 +414,8 @@ def reload_on_ranks(tuners: list[Tuner]) -> list[bool]:
 
 def test_the_leader_alone_lists_and_a_rank_that_serves_the_epoch_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(epoch, "SHARED_MEMORY", tmp_path / "none")  # so that each rank reads for itself
-    shared, rendezvous = ListingStore(), HashStore()
-    deadlines = {"progress_timeout": timedelta(seconds=10), "cap": timedelta(seconds=30)}
-    tuners = [
-        Tuner(store=shared, group=RankGroup(rendezvous, rank, 3, **deadlines), deployment="d", device="cpu", ladder=BucketLadder((4,)))
-        for rank in range(3)
-    ]
-    for tuner in tuners:
-        tuner.record(FakeOperation("a", {"plain": 3000.0, "quick": 100.0}))
+    shared = ListingStore()
+    tuners = three_ranks(shared)
     entries = {f"{tuners[0].environment.folder}/k": b"entry"}
     tables = [committed(1, "a"), committed(2, "a", won="plain")]
     epoch.publish(shared, tables[0], encode_epoch(tables[0], entries))
@@ -431,6 +427,69 @@ def test_the_leader_alone_lists_and_a_rank_that_serves_the_epoch_reads_nothing(t
     assert reload_on_ranks(tuners) == [True] * 3
     assert (shared.listings, len(shared.reads)) == (3, 7)
     assert {(tuner.epoch.number, tuner.epoch.digest) for tuner in tuners} == {(2, tables[1].digest)}
+    for tuner in tuners:
+        tuner.close()
+
+
+def three_ranks(store: MemoryStore) -> list[Tuner]:
+    """Each has recorded problem "a", and serves nothing."""
+    rendezvous, deadlines = HashStore(), {"progress_timeout": timedelta(seconds=10), "cap": timedelta(seconds=30)}
+    tuners = [
+        Tuner(store=store, group=RankGroup(rendezvous, rank, 3, **deadlines), deployment="d", device="cpu", ladder=BucketLadder((4,)))
+        for rank in range(3)
+    ]
+    for tuner in tuners:
+        tuner.record(FakeOperation("a", COSTS))
+    return tuners
+
+
+def test_where_one_epoch_is_left_all_ranks_take_it_apart_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_at_it = threading.Barrier(3)
+
+    def decode(value: bytes, **asked: Any) -> Any:
+        all_at_it.wait(5)  # BrokenBarrierError: one of them waits for what another concludes from it
+        return decode_epoch(value, **asked)
+
+    monkeypatch.setattr(adoption, "decode_epoch", decode)
+    tuners = three_ranks(store_of(committed(1, "a"), committed(2, "a", won="plain")))
+    assert reload_on_ranks(tuners) == [True] * 3
+    assert {tuner.epoch.number for tuner in tuners} == {2}
+    for tuner in tuners:
+        tuner.close()
+
+
+# Of what is stored (number, problems, winner), the newest of which alone is named, the value is: damaged, older than what is served, of
+# other problems. What all adopt then, and what is said.
+@pytest.mark.parametrize(
+    ("stored", "damaged", "served", "number", "said"),
+    [
+        ([(1, "a", "quick"), (2, "a", "other")], 2, None, 1, "a stored epoch is passed over: "),
+        ([(1, "a", "quick")], 1, None, 0, "a stored epoch is passed over: "),
+        ([(1, "a", "quick")], 0, (2, "a"), 2, "the newest of deployment 'd' is older: epoch 1"),
+        ([(1, "b", "quick")], 0, None, 0, "has no epoch of the problems recorded or served here"),
+    ],
+    ids=["damaged", "damaged alone", "older", "other problems"],
+)
+def test_what_was_named_unread_and_is_not_the_leader_s_choice_no_rank_adopts(
+    stored: list[tuple[int, str, str]],
+    damaged: int,
+    served: tuple[int, str] | None,
+    number: int,
+    said: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = store_of(*(committed(of, names, won=won) for of, names, won in stored))
+    for name in epoch.published(store, "d"):
+        if name.number == damaged:
+            store.put(name.key("d"), b"damaged")
+    tuners = three_ranks(store)
+    for tuner in tuners if served else ():
+        tuner.epoch = committed(*served)  # type: ignore[misc]
+    with caplog.at_level(logging.INFO):
+        assert reload_on_ranks(tuners) == [number == 1] * 3
+    assert {tuner.epoch.number for tuner in tuners} == {number}
+    assert said in caplog.text
+    assert all(tuner.group.dead is None for tuner in tuners)
     for tuner in tuners:
         tuner.close()
 
