@@ -6,6 +6,7 @@ Owns the clock and the made-up entries; what is done between its ticks is what a
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import statistics
@@ -21,9 +22,10 @@ import torch
 
 from moe_dist.backends.base import MoEProblem
 from moe_dist.bench.ranks import Rank, run_ranks
+from moe_dist.bench.server import ServerLost
 from moe_dist.config import ExpertConfig, MoEConfig, RoutingConfig
 from moe_dist.distributed import epoch
-from moe_dist.errors import StoreError
+from moe_dist.errors import StoreError, first_line
 from moe_dist.stores.base import Store
 from moe_dist.stores.codec import decode_entry, encode_entry, encode_epoch
 from moe_dist.stores.leftovers import without_new_folders
@@ -48,22 +50,27 @@ def stores_table(
     winners: int = WINNERS,
     repeats: int = REPEATS,
     note: Callable[[str], None] = lambda line: None,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Three rows a store, those of `LIMITS_S`: seconds, median and worst of `repeats`, and the machine's load. Leaves the stores as they were.
 
     attach: open the URL, list one environment's entries, read them all; decode_s is what taking every one of them apart would add (an
     entry is taken apart when it is hit). reload: `Tuner.reload` of a group of two, from its call to its return, on the slower rank; the
     first one of its processes, and those that follow it.
-    StoreError: a store takes no writes, or does not give them back.
+    StoreError: a store takes no writes. ServerLost: it did at first; the rows before are good.
     """
     made = made_up(entries, build_environment(torch.device("cpu")))
-    rows = []
+    measures: list[Callable[[str], dict[str, Any]]] = [
+        lambda url: _attach_row(url, made, repeats),
+        lambda url: _row(url, "reload", winners, _reloads(url, winners, 1 + repeats)[1:]),
+        lambda url: _row(url, "first reload", winners, [_reloads(url, winners, 1)[0] for _ in range(repeats)]),
+    ]
     for url in urls:
-        rows.append(_attach_row(url, made, repeats))
-        rows.append(_row(url, "reload", winners, _reloads(url, winners, 1 + repeats)[1:]))
-        rows.append(_row(url, "first reload", winners, [_reloads(url, winners, 1)[0] for _ in range(repeats)]))
-        note("; ".join(f"{row['what']} from {row['store']} in {row['median_s']:.3f} s" for row in rows[-3:]))
-    return rows
+        said = []
+        for measure in measures:
+            row = measure(url)
+            said.append(f"{row['what']} from {row['store']} in {row['median_s']:.3f} s")
+            yield row
+        note("; ".join(said))
 
 
 def _row(url: str, what: str, count: int, seconds: list[float]) -> dict[str, Any]:
@@ -81,7 +88,12 @@ def _attach_row(url: str, made: list[tuple[Cell, Winner, Key, bytes]], repeats: 
     with _emptied(url, folder) as store:
         for number, (_, _, _, value) in enumerate(made):
             if not store.put(f"{folder}/{number:08d}", value):
-                raise StoreError(f"store {store.url} takes no writes: {store.degraded or 'it is not durable'}")
+                reason = store.degraded or "it is not durable"
+                if number == 0:
+                    raise StoreError(f"store {store.url} takes no writes: {reason}")
+                raise ServerLost(
+                    f"store {store.url} was lost after {number} of {len(made)} entries were written: {reason}; {_left(folder)}"
+                )
         seconds = [_attach(url, folder, len(made)) for _ in range(repeats)]
         decode = [_decode([value for *_, value in made]) for _ in range(repeats)]
     return {**_row(url, "attach", len(made), seconds), "decode_s": round(statistics.median(decode), 4)}
@@ -109,8 +121,13 @@ def _attach(url: str, folder: str, count: int) -> float:
     took = time.perf_counter() - began
     store.close()
     if len(found) != count:
-        raise StoreError(f"{len(found)} of {count} entries came back from {store.url}")
+        reason = f": {store.degraded}" if store.degraded else ""
+        raise ServerLost(f"store {store.url} was lost: {len(found)} of {count} entries came back{reason}; {_left(folder)}")
     return took
+
+
+def _left(folder: str) -> str:
+    return f"if it lives, it may keep keys below {folder}"
 
 
 def _decode(values: list[bytes]) -> float:
@@ -125,14 +142,17 @@ def _reloads(url: str, winners: int, repeats: int) -> list[float]:
     deployment = f"bench-{uuid.uuid4().hex}"
     with _emptied(url, epoch.folder(deployment)) as store, tempfile.TemporaryDirectory(prefix="moe-dist-stores-") as folder:
         outcomes = run_ranks(_reload, RANKS, Path(folder), url, deployment, winners, repeats, deadline=300.0)
-    for outcome in outcomes:
+    # A rank that the store failed says so; its peer, that the rank has left it.
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.error != StoreError.__name__):
         if outcome.error:
-            raise StoreError(f"a reload from {store.url} ended in {outcome.error}: {outcome.message}")
+            words = f"a reload from store {store.url} ended in {outcome.error}: {first_line(Exception(outcome.message))}"
+            raise ServerLost(f"{words}; {_left(epoch.folder(deployment))}")
     return [max(took) for took in zip(*(outcome.value for outcome in outcomes), strict=True)]
 
 
 def _reload(rank: Rank, url: str, deployment: str, winners: int, repeats: int) -> list[float]:
     """On a rank: again and again the first one publishes a newer epoch, in which every time is another, and all read it."""
+    logging.disable()  # what a store does not take is said by who started this
     store = open_store(url)
     seconds = []
     with Tuner(store=store, group=rank.group(), deployment=deployment, device="cpu") as tuner:
@@ -143,16 +163,17 @@ def _reload(rank: Rank, url: str, deployment: str, winners: int, repeats: int) -
                     number, deployment, {cell: replace(winner, tactic_us=winner.tactic_us + number) for cell, winner, _, _ in made}
                 )
                 value = encode_epoch(table, {key.path: value for _, _, key, value in made})
-                if not epoch.publish(store, table, value, [tuner.environment.digest]):
-                    raise StoreError(f"it takes no writes: {store.degraded or 'it is not durable'}")
+                published = epoch.publish(store, table, value, [tuner.environment.digest])
                 rank.mark(f"published-{number}")
+                if not published:
+                    raise StoreError(f"it takes no writes: {store.degraded or 'it is not durable'}")
             rank.wait(f"published-{number}")
             time.sleep(_TICK_S - time.monotonic() % _TICK_S)
             began = time.perf_counter()
             adopted = tuner.reload()
             seconds.append(time.perf_counter() - began)
             if not adopted or (tuner.epoch.number, len(tuner.epoch.winners)) != (number, winners):
-                raise StoreError("the newest epoch did not come back")
+                raise StoreError(f"the newest epoch did not come back{f': {store.degraded}' if store.degraded else ''}")
     store.close()
     return seconds
 

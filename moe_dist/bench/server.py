@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_dist.errors import ConfigError
+from moe_dist.errors import ConfigError, MoEDistError
 
 # Linux's PR_SET_PDEATHSIG, which outlasts `exec`; whoever starts it may have died before it was set.
 _DIES_WITH_PARENT = """import ctypes, os, sys
@@ -28,6 +28,10 @@ ctypes.CDLL(None).prctl(1, int(number), 0, 0, 0)
 if os.getppid() == int(parent):
     os.execvp(command[0], command)
 """
+
+
+class ServerLost(MoEDistError):
+    """A server that is measured ended, or gave no answer, amid it; what was measured before is good."""
 
 
 def dies_with_parent(command: Sequence[str], number: signal.Signals = signal.SIGKILL) -> list[str]:
@@ -104,7 +108,7 @@ class RedisServer:
                 self.stop()
                 raise
             self.stop()
-        raise RuntimeError(f"no server after five attempts: {(self.folder / 'log').read_text()[-500:]}")
+        raise ServerLost(f"no server after five attempts: {(self.folder / 'log').read_text()[-500:]}")
 
     def client(self, **options: object) -> Any:
         """A redis.Redis of this server."""

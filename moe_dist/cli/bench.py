@@ -11,9 +11,10 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -23,8 +24,8 @@ from moe_dist.bench.faults import fault_table
 from moe_dist.bench.lookup import lookup_table
 from moe_dist.bench.persistence import ENTRIES, REPEATS, WINNERS, stores_table
 from moe_dist.bench.scaling import KEYS, RANKS, scaling_table
-from moe_dist.bench.server import find_binary
-from moe_dist.bench.servers import servers_table
+from moe_dist.bench.server import RedisServer, ServerLost, find_binary
+from moe_dist.bench.servers import CLIENTS, require_room, servers_table
 from moe_dist.cli import bench_kernels
 from moe_dist.cli.checks import positive, quiet_stores, require_folder_of, require_reached, require_writable, store_url
 from moe_dist.cli.output import counted, hurry, note
@@ -33,6 +34,7 @@ from moe_dist.stores.open import open_store
 from moe_dist.stores.redis_url import RedisAddress
 
 OWN = Path(".tuned")  # where what has no name lies; it is made once nothing speaks against a start
+OWN_SERVER = "own"  # instead of a URL
 HELP = "measure what is promised: agreement between ranks, survival of faults, the cost of a lookup, kernels beside their peers"
 
 
@@ -55,7 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes, counts = (" ".join(map(str, numbers)) for numbers in (RANKS, KEYS))
     scaling.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help=f"group sizes of at least 2 (default: {sizes})")
     scaling.add_argument("--keys", type=int, nargs="+", default=list(KEYS), help=f"problem x mode x bucket (default: {counts})")
-    scaling.add_argument("--redis", metavar="URL", help="also: what thousands of clients get out of this server, and out of one rendezvous")
+    scaling.add_argument(
+        "--redis",
+        metavar="URL",
+        help=f"also: what thousands of clients get out of this server, or of one that is started for it ({OWN_SERVER}), and out of one rendezvous",
+    )
+    asking = " ".join(map(str, CLIENTS))
+    scaling.add_argument("--clients", type=positive, nargs="+", default=list(CLIENTS), help=f"with --redis (default: {asking})")
     scaling.add_argument("--json", type=Path, help="write the table here")
     scaling.set_defaults(kind=_scaling)
     vllm = kinds.add_parser("vllm", help="output tokens/s and inter-token latency of a vLLM with moe_dist against the same vLLM without")
@@ -158,14 +166,35 @@ def _lookup(arguments: argparse.Namespace) -> int:
 
 
 def _scaling(arguments: argparse.Namespace) -> int:
-    if arguments.redis:
-        _require_server(arguments.redis)
-    if (arguments.ranks, arguments.keys) == (list(RANKS), list(KEYS)):
-        note("these ranks and keys take over a minute; fewer --ranks and --keys take less")
-    tables = {"scaling": scaling_table(arguments.ranks, arguments.keys, note)}
-    if arguments.redis:
-        tables["servers"] = servers_table(arguments.redis, note=note)
-    return _finish(arguments.json, "moe-dist bench scaling" + (" --redis redis" if arguments.redis else ""), tables, [])
+    with contextlib.ExitStack() as stack:
+        url = arguments.redis
+        if url is not None:
+            if odd := [count for count in arguments.clients if count % 2]:
+                raise ConfigError(f"--clients {odd[0]}: two processes ask, each with half of the clients; take an even number")
+            if url == OWN_SERVER:
+                url = f"redis://127.0.0.1:{stack.enter_context(RedisServer()).port}/0"
+            _require_server(url)
+            require_room(url, arguments.clients)
+        if (arguments.ranks, arguments.keys) == (list(RANKS), list(KEYS)):
+            note("these ranks and keys take over a minute; fewer --ranks and --keys take less")
+        tables, lost = {"scaling": scaling_table(arguments.ranks, arguments.keys, note)}, None
+        if url is not None:
+            tables["servers"], lost = _until_lost(servers_table(url, arguments.clients, note=note))
+        return _finish(arguments.json, "moe-dist bench scaling" + (" --redis redis" if url is not None else ""), tables, [], lost)
+
+
+def _until_lost(rows: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
+    """(those that could be measured, why no more could; None: all could). StoreError: it could not even begin."""
+    measured: list[dict[str, Any]] = []
+    try:
+        with quiet_stores():
+            for row in rows:
+                measured.append(row)
+    except (ServerLost, StoreError) as error:
+        if isinstance(error, StoreError) and not measured:
+            raise
+        return measured, str(error)
+    return measured, None
 
 
 def _require_server(url: str) -> None:
@@ -221,7 +250,7 @@ def _vllm(arguments: argparse.Namespace) -> int:
 def _stores(arguments: argparse.Namespace) -> int:
     sizes = {"entries": ENTRIES, "winners": WINNERS, "repeats": REPEATS}
     asked = {name: getattr(arguments, name) for name in sizes}
-    rows = stores_table(arguments.stores, **asked, note=note)
+    rows, lost = _until_lost(stores_table(arguments.stores, **asked, note=note))
     counts = {"attach": asked["entries"], "reload": asked["winners"], "first reload": asked["winners"]}
     if (asked["entries"], asked["winners"]) != (ENTRIES, WINNERS):
         note(f"the bars are of {ENTRIES} entries and {WINNERS} winners")
@@ -229,7 +258,7 @@ def _stores(arguments: argparse.Namespace) -> int:
     command = shlex.join(
         ["moe-dist", "bench", "stores", *kinds, *(f"--{name}={asked[name]}" for name in sizes if asked[name] != sizes[name])]
     )
-    return _finish(arguments.json, command, {"stores": rows}, report.store_objections(rows, kinds, counts))
+    return _finish(arguments.json, command, {"stores": rows}, [] if lost else report.store_objections(rows, kinds, counts), lost)
 
 
 def _soak(arguments: argparse.Namespace) -> int:
@@ -239,11 +268,18 @@ def _soak(arguments: argparse.Namespace) -> int:
     return _finish(arguments.json, command, {"soak": rows}, soak.soak_objections(rows))
 
 
-def _finish(path: Path | None, command: str, tables: dict[str, list[dict[str, object]]], objections: list[str]) -> int:
+def _finish(
+    path: Path | None, command: str, tables: dict[str, list[dict[str, Any]]], objections: list[str], lost: str | None = None
+) -> int:
+    """lost: why the last of `tables` is not whole, nor are those which would follow."""
+    if lost is not None:
+        rows = counted(sum(map(len, tables.values())), "row")
+        kept = f"{rows} before it {'are' if rows != '1 row' else 'is'} {f'in {path}' if path is not None else 'shown'}"
+        objections = [f"{lost}; {kept}; see that it runs, then run this again", *objections]
     if path is not None:  # first: whoever reads the tables may stop before their end
-        report.write(path, report.document(command, tables))
-    for title, rows in tables.items():
-        report.show(title, rows)
+        report.write(path, report.document(command, tables) | ({"incomplete": lost} if lost is not None else {}))
+    for title, table in tables.items():
+        report.show(title, table)
     for objection in objections:
         print(f"moe-dist bench: {objection}", file=sys.stderr)
     return 1 if objections else 0

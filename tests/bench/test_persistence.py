@@ -28,7 +28,7 @@ def test_rows_for_each_store_and_nothing_left_behind(tmp_path):
             f"redis://:hidden@127.0.0.1:{server.port}?timeout=20",
             f"layered:{tmp_path}/two,unix://:hidden@{server.socket}?timeout=20",
         ]
-        rows = stores_table(urls, entries=20, winners=8, repeats=2)
+        rows = list(stores_table(urls, entries=20, winners=8, repeats=2))
         assert [(row["store"], row["what"], row["count"]) for row in rows] == [
             (store, what, count)
             for store in ("file", "redis", "layered")
@@ -60,7 +60,7 @@ def test_a_store_that_is_there_is_left_as_it_was(tmp_path):
     for folder in ("local/entries/e", "shared"):
         (tmp_path / folder).mkdir(parents=True)
     before = set(tmp_path.rglob("*"))
-    stores_table([f"layered:{tmp_path}/local,{tmp_path}/shared"], entries=2, winners=1, repeats=1)
+    list(stores_table([f"layered:{tmp_path}/local,{tmp_path}/shared"], entries=2, winners=1, repeats=1))
     assert set(tmp_path.rglob("*")) == before
 
 
@@ -96,6 +96,37 @@ def test_a_benchmark_that_is_ended_leaves_nothing_behind(during, entries, repeat
     assert (bench.returncode, said) == (128 + signal.SIGTERM, "moe-dist: ended by SIGTERM\n")
 
 
+# Killed or stopped while its entries are attached, and while an epoch is reloaded: what was measured before is kept.
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(("during", "entries", "repeats", "kept"), [("attach", 500, 1_000_000, 0), ("reload", 1, 600, 1)])
+def test_a_server_that_goes_away_ends_the_command_with_a_line_and_the_rows_before_it(how, during, entries, repeats, kept, tmp_path):
+    code = "import sys; from moe_dist.cli.main import main; sys.exit(main())"
+    sizes = ["--entries", str(entries), "--winners", "100", "--repeats", str(repeats), "--json", str(tmp_path / "stores.json")]
+    with RedisServer() as server, server.client() as client:
+        url = f"redis://127.0.0.1:{server.port}/0"
+        command = [sys.executable, "-c", code, "bench", "stores", f"{url}?timeout=1", *sizes]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as bench:
+            try:
+                until = time.monotonic() + 120
+                wanted = "moe_dist:{bench/*" if during == "attach" else "moe_dist:{epochs/*"
+                while not any(client.scan_iter(wanted, count=1000)) and time.monotonic() < until:
+                    time.sleep(0.01)
+                server.send(how)
+                said = bench.communicate(timeout=60)[1]
+            finally:
+                bench.kill()
+    said = said.replace("the bars are of 10000 entries and 1000 winners\n", "")
+    assert bench.returncode == 1, said
+    assert said.startswith(f"moe-dist bench: {'a reload from ' if during == 'reload' else ''}store {url} "), said
+    assert said.endswith(
+        f"; {kept} row{'s' * (kept != 1)} before it {'are' if kept != 1 else 'is'} in {tmp_path}/stores.json; see that it runs, then run this again\n"
+    )
+    assert said.count("\n") == 1
+    held = json.loads((tmp_path / "stores.json").read_text())
+    assert [row["what"] for row in held["stores"]] == ["attach"] * kept
+    assert held["incomplete"] in said
+
+
 @contextlib.contextmanager
 def open_closing(url):
     store = open_store(url)
@@ -106,6 +137,6 @@ def open_closing(url):
 def test_a_store_that_takes_no_writes_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StoreError, match="takes no writes: "):
-        stores_table([str(tmp_path / "file")], entries=2, winners=1, repeats=1)
+        list(stores_table([str(tmp_path / "file")], entries=2, winners=1, repeats=1))
     with pytest.raises(StoreError, match="memory: takes no writes: it is not durable"):
-        stores_table(["memory:"], entries=2, winners=1, repeats=1)
+        list(stores_table(["memory:"], entries=2, winners=1, repeats=1))

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
+import re
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,11 +21,13 @@ import pytest
 from redis_server import RedisServer
 from torch._C._distributed_c10d import HashStore
 
-from moe_dist.bench import scaling
+from moe_dist.bench import scaling, servers
 from moe_dist.bench.late import late_step
 from moe_dist.bench.scaling import ANY, ATTACH, CASES, COLD, LATE, ON_TIME, RELOAD, TUNE, WARM
 from moe_dist.bench.servers import servers_table
 from moe_dist.bench.simulated import SimulatedOperation
+from moe_dist.cli import bench
+from moe_dist.cli.main import main
 from moe_dist.distributed.converge import combine_rounds
 from moe_dist.distributed.group import RankGroup
 from moe_dist.distributed.plan import pack_hits
@@ -209,12 +217,127 @@ def test_rounds_of_timing_hold_only_if_they_do_with_looks_in_vain(step_s: float,
 
 def test_clients_of_real_servers_are_counted() -> None:
     with RedisServer() as server:
-        rows = servers_table(f"redis://127.0.0.1:{server.port}/0", [4, 8], keys=20)
+        rows = list(servers_table(f"redis://127.0.0.1:{server.port}/0", [4, 8], keys=20))
         assert server.client().dbsize() == 0, "left as it was"
     nbytes = len(scaling.epoch_of(20)[1])
     assert [(row["server"], row["clients"], row["requests"], row["bytes"]) for row in rows] == [
         ("rendezvous", 4, 16_384, 16_384 * 64), ("redis", 4, 4, 4 * nbytes), ("redis", 8, 8, 8 * nbytes)
     ]  # fmt: skip
+
+
+# When the line that begins so is said the server is struck: amid the table of ranks, between two rows of the servers, and amid a row,
+# whose clients are connected and wait. It is killed, stopped, or stopped and then killed.
+@pytest.mark.parametrize(
+    ("at", "how", "kept", "reason"),
+    [
+        ("phase reload", "kill", 0, "before it was asked: "),
+        ("phase reload", "stop", 0, "before it was asked: "),
+        ("server redis, clients 4", "kill", 2, "while 8 clients asked it for an epoch: ConnectionRefusedError"),
+        ("server redis, clients 4", "stop", 2, "while 8 clients asked it for an epoch: it sent nothing for 3 s"),
+        ("server redis, clients 4", "stop, then kill", 2, "while 8 clients asked it for an epoch: "),
+    ],
+)
+def test_a_server_that_goes_away_ends_the_command_with_a_line_and_the_rows_before_it(
+    at: str, how: str, kept: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, began = tmp_path / "scaling.json", time.monotonic()
+    with RedisServer() as server:
+
+        def strike(line: str) -> None:
+            if line.startswith(at) and server.process is not None:
+                if how == "kill":
+                    server.stop()
+                    return
+                server.send(signal.SIGSTOP)
+                if how != "stop":
+                    threading.Timer(1.0, server.process.kill).start()
+
+        monkeypatch.setattr(bench, "note", strike)
+        monkeypatch.setattr(bench, "servers_table", functools.partial(servers_table, keys=20, patience_s=3.0))
+        url = f"redis://127.0.0.1:{server.port}/0"
+        command = ["bench", "scaling", "--ranks", "2", "--keys", "10", "--redis", url, "--clients", "4", "8", "--json", str(path)]
+        assert main(command) == 1
+    said = capfd.readouterr().err
+    assert said.startswith(f"moe-dist bench: the server {url} was lost {reason}"), said
+    assert said.endswith(
+        f"; {len(CASES) + len(scaling.STEPS) + kept} rows before it are in {path}; see that it runs, then run this again\n"
+    )
+    assert said.count("\n") == 1
+    assert time.monotonic() - began < 60
+    held = json.loads(path.read_text())
+    assert (len(held["scaling"]), len(held["servers"])) == (len(CASES) + len(scaling.STEPS), kept)
+    assert held["incomplete"] in said
+
+
+@pytest.mark.parametrize("how", ["closes", "refuses", "forgot", "asker killed"])
+def test_an_answer_that_is_no_epoch_is_said_and_waited_for_no_longer(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that gives half an answer, one that is full, one that was started again; and a process that asks is killed as for its memory."""
+    answers = {"closes": b"$100\r\nhalf", "refuses": b"-ERR max number of clients reached\r\n", "forgot": b"$-1\r\n", "asker killed": b""}
+    said = {
+        "closes": "it closed a connection",
+        "refuses": "max number of clients reached",
+        "forgot": "it answered '$-1'",
+        "asker killed": "was killed",
+    }
+
+    def serve() -> None:
+        near, _ = listener.accept()
+        with near:
+            near.recv(100)
+            near.sendall(answers[how])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        where = (f"redis://127.0.0.1:{listener.getsockname()[1]}", "name")
+        if how == "asker killed":
+            monkeypatch.setattr(servers, "_load_in_a_process", killed)
+        with pytest.raises(servers._Unanswered, match=re.escape(said[how])):
+            servers._load("redis", 2, where, 20.0)
+
+
+def killed(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_more_clients_than_the_system_or_the_server_takes_are_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RedisServer("--maxclients", "20") as server:
+        url = f"redis://127.0.0.1:{server.port}/0"
+        assert main(["bench", "scaling", "--ranks", "2", "--keys", "10", "--redis", url, "--clients", "4", "64"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(
+            f"moe-dist: the server {url} takes 20 clients at once (its maxclients, which its open files bound), and 64 are to"
+        )
+        assert said.endswith("or take fewer --clients\n")
+        monkeypatch.setattr(servers.resource, "getrlimit", lambda which: (1024, 1024))
+        assert main(["bench", "scaling", "--redis", url]) == 2
+        assert capsys.readouterr().err == (
+            "moe-dist: 4096 clients open 2112 files in each of 2 processes, and the limit here is 1024 (`ulimit -Hn`); raise it, or take "
+            "fewer --clients\n"
+        )
+        assert main(["bench", "scaling", "--redis", url, "--clients", "5"]) == 2
+        assert "--clients 5: two processes ask" in capsys.readouterr().err
+
+
+def test_a_server_that_is_stopped_at_the_start_is_waited_for_a_while(capsys: pytest.CaptureFixture[str]) -> None:
+    with RedisServer() as server:
+        server.send(signal.SIGSTOP)
+        began = time.monotonic()
+        assert main(["bench", "scaling", "--redis", f"redis://127.0.0.1:{server.port}/0?timeout=1"]) == 2
+        assert time.monotonic() - began < 15
+    said = capsys.readouterr().err
+    assert said.startswith(f"moe-dist: store redis://127.0.0.1:{server.port}/0 can't be used: ")
+    assert said.count("\n") == 1
+
+
+def test_a_server_is_started_for_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "servers_table", functools.partial(servers_table, keys=20))
+    path = tmp_path / "scaling.json"
+    assert main(["bench", "scaling", "--ranks", "2", "--keys", "10", "--redis", "own", "--clients", "4", "--json", str(path)]) == 0
+    held = json.loads(path.read_text())
+    assert [(row["server"], row["clients"]) for row in held["servers"]] == [("rendezvous", 4), ("redis", 4)]
+    assert "incomplete" not in held
 
 
 def test_a_rank_holds_one_connection_to_a_store() -> None:
