@@ -9,6 +9,7 @@ kinds: short questions, long prompts, long answers. One request of a fixed size 
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import itertools
 import json
 import random
@@ -16,10 +17,13 @@ import statistics
 import subprocess
 import threading
 import time
+import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from moe_dist.bench.server import ServerLost
 
 MOST = 64
 KINDS = ((24, 16), (600, 8), (64, 192))  # (prompt tokens, new tokens)
@@ -44,9 +48,11 @@ class Traffic:
     pids: Sequence[int] = ()
 
 
-def soak(traffic: Traffic, note: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Rows of window, requests, tokens, errors, first_error, p50_ms, p99_ms (of the fixed request), device_mib (a card each), resident_mib."""
-    rows: list[dict[str, Any]] = []
+def soak(traffic: Traffic, note: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Rows of window, requests, tokens, errors, first_error, p50_ms, p99_ms (of the fixed request), device_mib (a card each), resident_mib.
+
+    ServerLost: in the last of them no request was answered, and some failed.
+    """
     began = time.monotonic()
     stop = threading.Event()
     ledger = _Ledger()
@@ -55,15 +61,23 @@ def soak(traffic: Traffic, note: Callable[[str], None]) -> list[dict[str, Any]]:
     for thread in threads:
         thread.start()
     try:
-        while time.monotonic() - began < traffic.seconds:
+        for window in itertools.count():
+            if time.monotonic() - began >= traffic.seconds:
+                break
             time.sleep(min(traffic.window_s, max(0.05, traffic.seconds - (time.monotonic() - began))))
-            rows.append({"window": len(rows), **ledger.take(), "device_mib": _device_mib(), "resident_mib": _resident_mib(traffic.pids)})
-            note(json.dumps(rows[-1]))
+            row = {"window": window, **ledger.take(), "device_mib": _device_mib(), "resident_mib": _resident_mib(traffic.pids)}
+            note(json.dumps(row))
+            yield row
+            if row["errors"] and not row["requests"]:
+                where = urllib.parse.urlsplit(traffic.url)
+                host = f"{where.scheme}://{where.hostname}:{where.port or 80}"  # without a login
+                raise ServerLost(
+                    f"the server {host} was lost: window {window} has no answer, and {row['errors']} errors ({row['first_error']})"
+                )
     finally:
         stop.set()
         for thread in threads:
             thread.join(120)
-    return rows
 
 
 def soak_objections(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -158,7 +172,7 @@ def _ask(traffic: Traffic, draw: random.Random, prompt: int, new: int, ledger: _
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
             said = json.load(answer)
-    except (OSError, ValueError) as error:  # urllib's own errors are OSErrors; ValueError: no JSON
+    except (OSError, ValueError, http.client.HTTPException) as error:  # urllib's own errors are OSErrors; ValueError: no JSON
         ledger.failed(f"{type(error).__name__}: {error}")
         return False
     count = said.get("usage", {}).get("completion_tokens")

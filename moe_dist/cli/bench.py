@@ -263,9 +263,9 @@ def _stores(arguments: argparse.Namespace) -> int:
 
 def _soak(arguments: argparse.Namespace) -> int:
     traffic = soak.Traffic(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(soak.Traffic)})
-    rows = soak.soak(traffic, note)
+    rows, lost = _until_lost(soak.soak(traffic, note))
     command = f"moe-dist bench soak --model {traffic.model} --seconds {traffic.seconds:g}"
-    return _finish(arguments.json, command, {"soak": rows}, soak.soak_objections(rows))
+    return _finish(arguments.json, command, {"soak": rows}, [] if lost else soak.soak_objections(rows), lost)
 
 
 def _finish(

@@ -7,18 +7,21 @@ import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_dist.bench.soak import Traffic, soak, soak_objections
+from moe_dist.cli import bench
+from moe_dist.cli.main import main
 
 
 class Server(ThreadingHTTPServer):
-    """Answers completions with as many tokens as were asked for; every `short`-th with one less; keeps what it was asked."""
+    """Answers completions with as many tokens as were asked for; every `short`-th with one less, every `cut`-th by half; keeps what it was asked."""
 
     daemon_threads = True
-    short = 0
+    short = cut = 0
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -33,9 +36,11 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked.append(asked)
         short = self.server.short and len(self.server.asked) % self.server.short == 0
         body = json.dumps({"usage": {"completion_tokens": asked["max_tokens"] - bool(short)}}).encode()
+        cut = self.server.cut and len(self.server.asked) % self.server.cut == 0
         self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(body[: len(body) // 2] if cut else body)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -55,7 +60,7 @@ def traffic(server: Server, **fields: Any) -> Traffic:
 
 
 def test_every_window_has_answers_of_all_kinds(server: Server) -> None:
-    rows = soak(traffic(server), lambda line: None)
+    rows = list(soak(traffic(server), lambda line: None))
     assert [row["window"] for row in rows] == list(range(len(rows)))
     assert len(rows) >= 3
     assert all(row["requests"] and row["p50_ms"] and row["resident_mib"] > 10 for row in rows[:3])
@@ -69,14 +74,37 @@ def test_every_window_has_answers_of_all_kinds(server: Server) -> None:
 
 def test_an_answer_that_is_too_short_is_an_error(server: Server) -> None:
     server.short = 5
-    rows = soak(traffic(server), lambda line: None)
+    rows = list(soak(traffic(server), lambda line: None))
     assert any(row["errors"] and "tokens instead of" in row["first_error"] for row in rows)
 
 
-def test_a_server_that_is_gone_is_an_error(server: Server) -> None:
-    rows = soak(traffic(server, url="http://127.0.0.1:9"), lambda line: None)
-    assert all(row["errors"] and "refused" in row["first_error"] for row in rows[:2])
-    assert any("no answer" in objection for objection in soak_objections(rows))
+def test_a_server_that_ends_amid_an_answer_is_an_error_of_that_request(server: Server) -> None:
+    server.cut = 5
+    rows = list(soak(traffic(server), lambda line: None))
+    assert any(row["errors"] and row["requests"] and row["first_error"].startswith("IncompleteRead: ") for row in rows)
+
+
+def test_a_server_that_goes_away_ends_the_command_with_a_line_and_the_windows_before_it(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    noted: list[str] = []
+
+    def note(line: str) -> None:
+        noted.append(line)
+        if len(noted) == 2:
+            server.shutdown()
+            server.server_close()
+
+    monkeypatch.setattr(bench, "note", note)
+    url, path = f"http://127.0.0.1:{server.server_address[1]}", tmp_path / "soak.json"
+    sizes = ["--seconds", "600", "--window-s", "0.5", "--most", "4"]
+    assert main(["bench", "soak", "--url", url, "--model", "m", *sizes, "--json", str(path)]) == 1
+    said, rows = capfd.readouterr().err, json.loads(path.read_text())["soak"]
+    assert said.startswith(f"moe-dist bench: the server {url} was lost: window {len(rows) - 1} has no answer, and ")
+    assert "refused" in said
+    assert said.endswith(f"; {len(rows)} rows before it are in {path}; see that it runs, then run this again\n")
+    assert said.count("\n") == 1
+    assert len(rows) <= 4, "it did not go on for the rest of its time"
 
 
 def windows(count: int = 8, **last: Any) -> list[dict[str, Any]]:
