@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import resource
+import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -186,26 +187,31 @@ def _load_redis(clients: int, each: int, where: tuple[str, str], meet: Callable[
     meet()
     for asking in sockets:
         asking.sendall(b"GET %b\r\n" % name.encode())
+    left: dict[Any, int] = {}  # bytes of each client's answer, once its head is there
+    heads = dict.fromkeys(sockets, b"")
     part = bytearray(1 << 18)
-    for asking in sockets:
-        head, end, rest = b"", b"", b""
-        while not end:
-            head, end, rest = (head + part[: _receive(asking, part, patience_s)]).partition(b"\r\n")
-        if not head.startswith(b"$") or head == b"$-1":  # it refuses, or was started again and holds nothing
-            raise _Unanswered(f"it answered {head[:100].decode('ascii', 'replace')!r} instead of the epoch")
-        left = int(head[1:]) + 2 - len(rest)
-        while left:
-            left -= _receive(asking, part, patience_s)
-
-
-def _receive(asking: socket.socket, part: bytearray, patience_s: float) -> int:
-    try:
-        got = asking.recv_into(part)
-    except TimeoutError:
-        raise _Unanswered(f"it sent nothing for {patience_s:g} s") from None
-    if not got:
-        raise _Unanswered("it closed a connection")
-    return got
+    with selectors.DefaultSelector() as selector:
+        for asking in sockets:
+            selector.register(asking, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(patience_s)  # of all, since a server which is slow lets one of thousands wait for long
+            if not ready:
+                raise _Unanswered(f"it sent nothing for {patience_s:g} s")
+            for place, _ in ready:
+                asking = cast(socket.socket, place.fileobj)
+                if not (got := asking.recv_into(part)):
+                    raise _Unanswered("it closed a connection")
+                if asking not in left:
+                    heads[asking] += part[:got]
+                    head, end, rest = heads[asking].partition(b"\r\n")
+                    if not end:
+                        continue
+                    if not head.startswith(b"$") or head == b"$-1":  # it refuses, or was started again and holds nothing
+                        raise _Unanswered(f"it answered {head[:100].decode('ascii', 'replace')!r} instead of the epoch")
+                    left[asking], got = int(head[1:]) + 2, len(rest)
+                left[asking] -= got
+                if left[asking] <= 0:
+                    selector.unregister(asking)
 
 
 _LOADS: Mapping[str, Callable[..., None]] = {"rendezvous": _load_rendezvous, "redis": _load_redis}

@@ -295,6 +295,23 @@ def test_an_answer_that_is_no_epoch_is_said_and_waited_for_no_longer(how: str, m
             servers._load("redis", 2, where, 20.0)
 
 
+def test_a_server_that_is_slow_to_one_client_while_it_answers_another_is_not_lost() -> None:
+    """Of thousands each waits for long: patience is with a server that sends nobody anything."""
+
+    def serve() -> None:
+        (first, _), (second, _) = listener.accept(), listener.accept()
+        for part in (b"$3\r\na", b"b", b"c\r\n"):
+            second.sendall(part)
+            time.sleep(0.7)
+        first.sendall(b"$0\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        began = time.monotonic()
+        servers._load_redis(2, 1, (f"redis://127.0.0.1:{listener.getsockname()[1]}", "name"), lambda: None, 1.5)
+    assert time.monotonic() - began > 1.5, "the first was not answered before"
+
+
 def killed(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
