@@ -93,6 +93,20 @@ class StoreContract:
         two.delete("a/b")
         assert opener().get("a/b") is None
 
+    def test_a_handle_that_has_looked_sees_what_another_changes(self, opener: Opener) -> None:
+        """What a handle remembers, a value, a miss or a listing, is no answer once another has written."""
+        one, two = opener(), opener()
+        for value in (None, b"1", b"2", None, b"3"):
+            if value is None:
+                one.delete("a/b")
+            else:
+                assert one.put("a/b", value) is self.durable
+            there = value if self.durable else None
+            assert two.get("a/b") == there
+            assert two.get_many(["a/b"]) == ({} if there is None else {"a/b": there})
+            for prefix in ("a", ""):
+                assert two.list(prefix) == ([] if there is None else ["a/b"])
+
     def test_a_listing_knows_whole_segments_and_is_sorted(self, opener: Opener) -> None:
         store = opener()
         keys = ["a", "a/b", "a/b/c", "a.b/c", "ab/c", "b/a", "a/b-2/c"]
