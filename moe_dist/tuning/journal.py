@@ -163,7 +163,11 @@ class _Mark:
 def _separate(marks: Iterable[_Mark]) -> list[_Mark]:
     """The longest row of deaths of which each process was started after the one before had marked the candidate."""
     row: list[_Mark] = []
+    boots: dict[str, list[_Mark]] = {}
     for mark in sorted(marks, key=lambda mark: mark.wall_s):
+        boots.setdefault(mark.boot, []).append(mark)
+    # Within a boot by the time since it, which nobody sets.
+    for mark in (mark for boot in boots.values() for mark in sorted(boot, key=lambda mark: mark.marked_s)):
         # The kernel rounds a start down to a clock tick, 10 ms; no job's ranks are that quick from start to first candidate.
         if not row or mark.boot != row[-1].boot or mark.started_s + 0.01 >= row[-1].marked_s:
             row.append(mark)

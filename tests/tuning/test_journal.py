@@ -146,6 +146,14 @@ def test_deaths_before_a_reboot_count(tmp_path):
     assert Journal(tmp_path, "e1").quarantined().get("cell/x") is not None
 
 
+@pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
+def test_deaths_count_whatever_the_clock_was_set_to_in_between(tmp_path, ahead_s):
+    run(tmp_path, "exit")
+    _rewrite(tmp_path, wall_s=lambda mark: mark["wall_s"] + ahead_s)
+    run(tmp_path, "exit")
+    assert Journal(tmp_path, "e1").quarantined().get("cell/x") is not None
+
+
 def test_clear_lifts_the_quarantine_and_spares_live_marks(tmp_path):
     run(tmp_path, "exit")
     run(tmp_path, "exit")
