@@ -24,7 +24,7 @@ from moe_dist.backends.base import MoEProblem, Runner
 from moe_dist.distributed import epoch as epochs
 from moe_dist.distributed.group import RankGroup
 from moe_dist.distributed.symmetric import Arena, reserve
-from moe_dist.errors import PassAborted
+from moe_dist.errors import PassAborted, TunerStateError
 from moe_dist.stores.codec import encode_epoch
 from moe_dist.stores.memory import MemoryStore
 from moe_dist.tuning import pins
@@ -71,6 +71,23 @@ def test_an_epoch_is_not_replaced_while_a_pin_lives(caplog: pytest.LogCaptureFix
         with tuner.pin():
             assert tuner.reload(), "the epoch that is pinned may be adopted again"
         assert tuner.run_pass().measured == 2
+
+
+def test_amid_a_capture_no_epoch_is_tuned_or_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    first = tune(store, "a")
+    with Tuner(store=store, deployment="test", policy=POLICY, ladder=BucketLadder((1,)), device="cpu") as tuner:
+        assert tuner.reload()
+        second = tune(store, "b")
+        with monkeypatch.context() as capturing:
+            capturing.setattr(torch.cuda, "is_available", lambda: True)
+            capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            for call in (tuner.reload, tuner.run_pass):
+                with pytest.raises(TunerStateError, match="under CUDA graph capture; tune before capturing"):
+                    call()
+        assert tuner.epoch.digest == first
+        assert tuner.reload(), "nothing of it is left"
+        assert tuner.epoch.digest == second
 
 
 def pinned_on_rank_1(rank: Rank) -> Any:
