@@ -34,7 +34,7 @@ def open_store(url: str, *, upkeep: bool = True) -> Store:
     upkeep: False: for who only looks: what dead writers left stays, and nothing that is read is kept in a local layer.
     """
     scheme, colon, rest = url.partition(":")
-    if not url:
+    if not url.strip():
         raise StoreError(f"the store URL is empty; use one of {', '.join(FORMS)}")
     plain = not colon or "/" in scheme
     if "," in scheme or ("," in url and (plain or scheme in ("file", "memory"))):  # not shown: a piece of a password may stand here

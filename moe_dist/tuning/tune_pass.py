@@ -21,7 +21,7 @@ from moe_dist.distributed.symmetric import Arena
 from moe_dist.distributed.words import bundle, unbundle
 from moe_dist.stores.base import Store
 from moe_dist.stores.codec import Malformed, decode_entry, encode_entry, encode_epoch
-from moe_dist.stores.layered import found_by_others
+from moe_dist.stores.layered import ReadOnlyStore, found_by_others
 from moe_dist.stores.memory import MemoryStore
 from moe_dist.tuning.adoption import read_committed, reserve_for
 from moe_dist.tuning.apart import Apart
@@ -354,8 +354,8 @@ class TunePass:
         embedded = {path: value for path in paths if (value := self._memory.get(path)) is not None}
         environments = [environment.digest for environment in self._environments]
         published = epoch.publish(self._store, outcome.epoch, encode_epoch(outcome.epoch, embedded), environments, self._published)
-        # Once an outage: each of many passes would say it. From a process's own memory nobody joins anyway.
-        if not published and not self._published.lacking and not isinstance(self._store, MemoryStore):
+        # Once an outage: each of many passes would say it. From a process's own memory nobody joins anyway, and "read-only" was the user's word.
+        if not published and not self._published.lacking and not isinstance(self._store, MemoryStore | ReadOnlyStore):
             words = "epoch %d could not be published to %s: nobody can join until it is, or a later one"
             log.warning(words, outcome.epoch.number, self._store.url)
         self._published.lacking = not published

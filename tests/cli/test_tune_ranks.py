@@ -225,11 +225,14 @@ def test_a_mistake_that_only_rank_1_finds_is_said(model: str, tmp_path: Path) ->
     assert said == f"moe-dist: rank 1: model '{tmp_path}/model-1.json': no such file or folder\n"
 
 
-def test_no_write_tunes_and_leaves_the_store_as_it_was(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_write_tunes_and_leaves_the_store_as_it_was(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     store, asked = tmp_path / "store", ["tune", "--device", "cpu", "--model", model, "--buckets", "1", "--policy", "eager"]
     asked += ["--store", str(store)]
     assert main([*asked, "--no-write"]) == 0
     assert "kept nowhere (--no-write)" in capsys.readouterr().out
+    assert "nobody can join" not in caplog.text  # nobody was to
     assert not store.exists()
     assert main(asked) == 0
     held = {path: path.read_bytes() for path in store.rglob("*+value")}

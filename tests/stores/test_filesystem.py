@@ -203,6 +203,8 @@ def test_open_store(tmp_path, monkeypatch):
     assert open_store(f"file://{tmp_path}/a%20b").url == f"file://{tmp_path}/a%20b"
     assert open_store(str(tmp_path)).url == f"file://{tmp_path}"
     assert open_store("sub/dir").url == f"file://{tmp_path}/sub/dir"
+    with pytest.raises(StoreError, match="the store URL is empty; use one of memory:"):
+        open_store(" ")
     with pytest.raises(StoreError, match=r"scheme 'http:' is unknown; use one of memory:, file:"):
         open_store("http://host/x")
     with pytest.raises(StoreError, match="names no local path"):
