@@ -82,7 +82,8 @@ NEEDS = (
     Need(f"{MOE}.utils", "RegisteredMoeRunnerBackend"),
     Need("srt.runtime_context", "get_parallel"),
     # serve.py
-    *members(f"{MOE}.fused_moe_triton.layer", "FusedMoE", "quant_method", "runner"),
+    *members(f"{MOE}.fused_moe_triton.layer", "FusedMoE", "quant_method", "runner", "forward"),
+    Need(f"{MOE}.topk", "TopK"),
     *members(
         "srt.model_executor.model_runner", "ModelRunner", "model", "device", "forward_stream", "max_running_requests", "server_args",
         "is_draft_worker", "draft_model_idx",

@@ -76,6 +76,7 @@ def make_dispatcher(original: Hook, dispatcher: Any, moe_runner_config: Any) -> 
 
 
 def load_model(original: Hook, model_runner: Any) -> None:
+    serve.require_choice(model_runner)
     original(model_runner)
     if chosen():
         serve.attach(model_runner)

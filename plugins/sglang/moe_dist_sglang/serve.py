@@ -13,12 +13,16 @@ from typing import Any
 import sglang
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.topk import TopK
+from sglang.srt.layers.moe.utils import get_moe_runner_backend
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
 
 import moe_dist as md
 from moe_dist.serving import ServedModel, TokenCounts
 from moe_dist.settings import serving_settings
+from moe_dist_sglang.compat import NAME
 from moe_dist_sglang.layers import layer_config, layer_weights, routed_scale, unserved, why_not
 from moe_dist_sglang.native import SGLangBackend
 from moe_dist_sglang.runner import MoEDistRunnerCore
@@ -36,16 +40,16 @@ def attach(model_runner: Any) -> None:
     settings = serving_settings()
     model = ServedModel(settings, deployment=deployment(model_runner), versions={"sglang": sglang.__version__})
     for name, layer in model_runner.model.named_modules():
+        if (reason := unasked(layer)) is not None:
+            leave(f"{name}: {reason}")
+            continue
         if not isinstance(layer, FusedMoE):
             continue
         method, core = layer.quant_method, getattr(layer.runner, "runner_core", None)
         if not isinstance(core, MoEDistRunnerCore) or layer.runner is not method.runner:
-            reason = (
+            leave(
                 f"{name}: {why_not(layer, method) or f'SGLang gave it the runner {layer.runner.runner_backend if layer.runner else None}'}"
             )
-            if settings.unserved == "error":
-                raise unserved(reason)
-            log.warning("not served by moe_dist: %s", reason)
             continue
         try:
             weights, native = layer_weights(layer, method), SGLangBackend(layer, method)
@@ -55,6 +59,36 @@ def attach(model_runner: Any) -> None:
         core.bind(served, weights, routed_scale(layer), native if weights.w13.is_cuda else None)
     setattr(model_runner, SERVED, model)
     setattr(model_runner, KEPT, keep(model_runner, model))
+
+
+def require_choice(model_runner: Any) -> None:
+    """UnsupportedBackend: SGLang put another runner in the place of the one that was asked for. A draft's may differ."""
+    runs = get_moe_runner_backend().value
+    if model_runner.server_args.moe_runner_backend == NAME != runs and not model_runner.is_draft_worker:
+        leave(f"SGLang runs --moe-runner-backend {runs} instead of {NAME}, as its log says why")
+
+
+def leave(reason: str) -> None:
+    """Leave to SGLang what `reason` names, and say so. UnsupportedBackend: the settings allow nothing unserved."""
+    if serving_settings().unserved == "error":
+        raise unserved(reason)
+    log.warning("not served by moe_dist: %s", reason)
+
+
+def unasked(block: Any) -> str | None:
+    """Why `block` computes experts without asking the runner that was chosen; None: it asks, or has none."""
+    kind = type(block).__name__
+    if not isinstance(block, FusedMoE):
+        if any(isinstance(part, TopK) for part in block.children()) and not any(isinstance(part, FusedMoE) for part in block.modules()):
+            return f"{kind} has no FusedMoE: it calls SGLang's kernels itself, whatever runner is chosen"
+        return None
+    if type(block).forward is not FusedMoE.forward:
+        return f"{kind} goes its own way to its experts"
+    # Inkling alone sets this, also on its shared experts, which do ask.
+    inkling = hasattr(block, "inference_moe_w13_interleaved") and not getattr(block, "is_shared_fused_moe", False)
+    if inkling and isinstance(block.quant_method, UnquantizedFusedMoEMethod):
+        return "Inkling's unquantised experts go to a kernel of its own, whatever runner is chosen"
+    return None
 
 
 def keep(model_runner: Any, model: ServedModel) -> torch.Tensor | None:

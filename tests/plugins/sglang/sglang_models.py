@@ -91,6 +91,19 @@ def make_deepseek_v3(folder: Path) -> Path:
     return folder
 
 
+def make_afmoe(folder: Path) -> Path:
+    """AFMoE, small, without weights: a dense layer, then one of experts."""
+    from transformers import AfmoeConfig
+
+    config = AfmoeConfig(
+        vocab_size=256, hidden_size=128, num_hidden_layers=2, num_dense_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        intermediate_size=128, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, max_position_embeddings=256,
+        architectures=["AfmoeForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    return folder
+
+
 def _draw_correction_biases(network: Any) -> None:
     biases = [tensor for name, tensor in network.state_dict().items() if name.endswith("e_score_correction_bias")]
     assert biases

@@ -197,11 +197,33 @@ def test_a_layer_with_another_runner_ends_start_up(engines: Engines, tmp_path: P
     assert ended.counts == ()
 
 
-def test_an_option_that_is_not_served_ends_start_up_with_its_reason(engines: Engines, tmp_path: Path, model: Path) -> None:
-    ended = engines.run(tmp_path, model, environment(tmp_path), enable_torch_compile=True)
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"enable_torch_compile": True},
+            "model.layers.0.mlp.experts: --enable-torch-compile would trace through moe_dist's choice of a tactic; leave it away",
+        ),
+        (  # SGLang changes the choice, and says so in a warning alone
+            {"quantization": "mxfp8", "dtype": "bfloat16"},
+            "SGLang runs --moe-runner-backend flashinfer_trtllm instead of moe_dist, as its log says why",
+        ),
+    ],
+    ids=["compiled", "mxfp8"],
+)
+def test_an_option_that_is_not_served_ends_start_up_with_its_reason(
+    engines: Engines, tmp_path: Path, model: Path, options: dict[str, Any], reason: str
+) -> None:
+    ended = engines.run(tmp_path, model, environment(tmp_path), **options)
     assert not ended.results
     assert ended.returncode != 0
-    assert (
-        "model.layers.0.mlp.experts: --enable-torch-compile would trace through moe_dist's choice of a tactic; leave it away" in ended.log
-    )
+    assert reason in ended.log
+    assert ended.counts == ()
+
+
+def test_a_model_that_asks_no_runner_ends_start_up(engines: Engines, tmp_path: Path) -> None:
+    """AFMoE's blocks call a Triton kernel of SGLang's themselves, whatever runner was chosen."""
+    ended = engines.run(tmp_path, models.make_afmoe(tmp_path / "model"), environment(tmp_path), (), load_format="dummy")
+    assert ended.returncode != 0
+    assert "model.layers.1.mlp: AfmoeMoE has no FusedMoE: it calls SGLang's kernels itself, whatever runner is chosen" in ended.log
     assert ended.counts == ()

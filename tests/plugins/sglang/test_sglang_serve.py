@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sglang_stand_ins import HIDDEN, TOP_K, layer_of, method_of
+
+import moe_dist as md
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.usefixtures("published")]
 
@@ -79,6 +82,53 @@ def test_nothing_is_kept_where_sglang_s_own_experts_are_the_default(parallel: An
     serve.attach(engine)
     assert getattr(engine, serve.KEPT) is None
     assert getattr(engine, serve.SERVED).default_backends() == {"sglang"}
+
+
+class OwnWay(FakeExperts):
+    def forward(self, *args: Any) -> None:
+        """As Muse Spark's experts on a CPU: their own routing, then the runner with ids of a rank."""
+
+
+def model_of(kind: str) -> torch.nn.Module:
+    """A layer that our runner serves, then one whose calls never come to it, though its experts may have it."""
+    blocks = [torch.nn.Module(), torch.nn.Module()]
+    blocks[0].experts = FakeExperts(layer_of(), method_of())
+    for block in blocks:
+        block.topk = torch.nn.Identity()
+    if kind == "own_way":
+        blocks[1].experts = OwnWay(layer_of(), method_of())
+    if kind == "inkling":
+        blocks[1].experts = FakeExperts(layer_of(), method_of())
+        blocks[1].experts.inference_moe_w13_interleaved = True
+    return torch.nn.ModuleList(blocks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("no_experts", "^1: Module has no FusedMoE: it calls SGLang's kernels itself, whatever runner is chosen$"),
+        ("own_way", "^1.experts: OwnWay goes its own way to its experts$"),
+        ("inkling", "^1.experts: Inkling's unquantised experts go to a kernel of its own, whatever runner is chosen$"),
+    ],
+    ids=["no_experts", "own_way", "inkling"],
+)
+def test_experts_that_no_runner_is_asked_for_end_start_up(
+    parallel: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, reason: str
+) -> None:
+    from moe_dist_sglang import serve
+
+    engine = engine_of(layer_of(), method_of())
+    engine.model, engine.device = model_of(kind), "cpu"
+    monkeypatch.setattr(serve, "TopK", torch.nn.Identity)
+    monkeypatch.delenv("MOE_DIST_UNSERVED", raising=False)
+    with pytest.raises(md.UnsupportedBackend) as refused:
+        serve.attach(engine)
+    assert re.search(reason, refused.value.reason)
+    monkeypatch.setenv("MOE_DIST_UNSERVED", "native")
+    serve.attach(engine)
+    said = [record.getMessage().removeprefix("not served by moe_dist: ") for record in caplog.records if record.name == "moe_dist.sglang"]
+    assert [bool(re.search(reason, line)) for line in said] == [True]
+    assert [layer.name for layer in getattr(engine, serve.SERVED)._layers] == ["0.experts"]
 
 
 def test_kept_memory_is_given_back_and_the_whole_tensor_parallel_group_tunes(parallel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
