@@ -20,6 +20,11 @@ from moe_dist.serving import mode_of
 from moe_dist_sglang.compat import NAME
 from moe_dist_sglang.native import SGLangBackend, routing
 
+# SGLang's names of what a `MoEWeightPack` holds. Each can be replaced alone.
+HELD = (
+    ("w13_weight", "w13"), ("w2_weight", "w2"), ("w13_scale", "w13_scale"), ("w2_scale", "w2_scale"), ("b13", "w13_bias"), ("b2", "w2_bias"),
+)  # fmt: skip
+
 
 class MoEDistRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
     """Takes SGLang's standard dispatch with global expert ids, -1 for empty slots, and returns this rank's partial sum.
@@ -50,7 +55,7 @@ class MoEDistRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
             raise RuntimeError(
                 f"MoE layer {runner_config.layer_id} is called before moe_dist has bound its weights, at the end of load_model"
             )
-        if quant_info.w13_weight.data_ptr() != weights.w13.data_ptr():
+        if any(_pointer(getattr(quant_info, theirs)) != _pointer(getattr(weights, ours)) for theirs, ours in HELD):
             raise RuntimeError(
                 f"SGLang replaced the weights of MoE layer {runner_config.layer_id} after load_model; restart to serve new ones"
             )
@@ -77,3 +82,7 @@ class MoEDistRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
         acts = md.MoEActivationPack(hidden_states=x_TH, topk_ids=ids_TK, topk_weights=weights_TK)
         layer((acts, weights), mode=mode, out=out)
         return StandardCombineInput(hidden_states=out)
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

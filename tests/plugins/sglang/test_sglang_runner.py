@@ -161,9 +161,32 @@ def test_calls_that_start_up_should_have_refused_are_errors() -> None:
     core, info = core_of(layer), method_of().get_triton_quant_info(layer)
     with pytest.raises(RuntimeError, match="quantised hidden states"):
         core.run_from_dispatch(StandardDispatchOutput(x, torch.ones(1), standard(weights, ids)), info, layer.moe_runner_config)
+    with pytest.raises(RuntimeError, match="or LoRA hooks"):
+        core.run_from_dispatch(StandardDispatchOutput(x, None, standard(weights, ids)), info, layer.moe_runner_config, hooks=object())
     layer.w13_weight = torch.nn.Parameter(layer.w13_weight.clone(), requires_grad=False)
     with pytest.raises(RuntimeError, match="SGLang replaced the weights of MoE layer 3"):
         call(layer, core, x, standard(weights, ids))
+
+
+@pytest.mark.parametrize("replaced", ["w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"])
+def test_one_tensor_that_sglang_replaced_is_an_error(replaced: str) -> None:
+    """With a scale an expert, SGLang writes new weights into the tensor that it has, and makes a new one for their scales."""
+    from moe_dist_sglang.layers import layer_config, layer_weights
+    from moe_dist_sglang.runner import MoEDistRunnerCore
+
+    layer, method = layer_of(), method_of("fp8", weight_block_size=None)
+    for name in ("w13", "w2"):
+        held = torch.nn.Parameter(getattr(layer, f"{name}_weight").data.to(torch.float8_e4m3fn), requires_grad=False)
+        setattr(layer, f"{name}_weight", held)
+        setattr(layer, f"{name}_weight_scale", torch.nn.Parameter(torch.ones(8), requires_grad=False))
+        setattr(layer, f"{name}_input_scale", None)
+    core = MoEDistRunnerCore(layer.moe_runner_config)
+    core.bind(md.MoELayer(**layer_config(layer, method)), layer_weights(layer, method), 1.0)
+    x, weights, ids = inputs()
+    call(layer, core, x, standard(weights, ids), method)
+    setattr(layer, replaced, torch.nn.Parameter(getattr(layer, replaced).data.clone(), requires_grad=False))
+    with pytest.raises(RuntimeError, match="SGLang replaced the weights of MoE layer 3"):
+        call(layer, core, x, standard(weights, ids), method)
 
 
 # -- memory that ranks must agree about ---------------------------------------------------------------------------------------

@@ -169,6 +169,8 @@ def test_draft_models_and_other_layouts_share_no_epoch(parallel: Any) -> None:
     assert second == f"{target}:draft1"
     parallel.attn_cp_size = 2
     assert named() == "sglang:m:tp1-ep1-dp1-pp1-cp2-moedp1:stage0"
+    parallel.pp_rank = 1  # another stage has other layers
+    assert named() == "sglang:m:tp1-ep1-dp1-pp1-cp2-moedp1:stage1"
 
 
 def graphs(decode: bool = True, prefill: tuple[int, ...] = ()) -> Any:
