@@ -86,8 +86,9 @@ NEEDS = (
     Need(f"{MOE}.topk", "TopK"),
     *members(
         "srt.model_executor.model_runner", "ModelRunner", "model", "device", "forward_stream", "max_running_requests", "server_args",
-        "is_draft_worker", "draft_model_idx",
+        "is_draft_worker", "draft_model_idx", "model_config",
     ),
+    *members("srt.configs.model_config", "ModelConfig", "hf_text_config"),
     Need("srt.model_executor.runner.base_cuda_graph_runner", "get_batch_sizes_to_capture", ("model_runner", "captured_req_width")),
     Need("srt.model_executor.model_runner", "ModelRunner.decode_num_tokens_per_req", ("self",)),
     Need("srt.runtime_context", "get_schedule"),

@@ -20,6 +20,7 @@ from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_si
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
 
 import moe_dist as md
+from moe_dist.interop.hf_config import EXPERT_COUNTS
 from moe_dist.serving import ServedModel, TokenCounts
 from moe_dist.settings import serving_settings
 from moe_dist_sglang.compat import NAME
@@ -39,12 +40,15 @@ def attach(model_runner: Any) -> None:
     """Bind every MoE layer of the loaded model. UnsupportedBackend: a layer doesn't have our runner, and why."""
     settings = serving_settings()
     model = ServedModel(settings, deployment=deployment(model_runner), versions={"sglang": sglang.__version__})
+    seen = False
     for name, layer in model_runner.model.named_modules():
         if (reason := unasked(layer)) is not None:
+            seen = True
             leave(f"{name}: {reason}")
             continue
         if not isinstance(layer, FusedMoE):
             continue
+        seen = True
         method, core = layer.quant_method, getattr(layer.runner, "runner_core", None)
         if not isinstance(core, MoEDistRunnerCore) or layer.runner is not method.runner:
             leave(
@@ -57,6 +61,8 @@ def attach(model_runner: Any) -> None:
         except md.UnsupportedBackend as error:
             raise unserved(f"{name}: {error.reason}", error.reasons) from error
         core.bind(served, weights, routed_scale(layer), native if weights.w13.is_cuda else None)
+    if not seen and not model_runner.is_draft_worker and get_parallel().pp_size == 1:  # a draft, or one stage, may well have none
+        require_dense(model_runner.model_config.hf_text_config)
     setattr(model_runner, SERVED, model)
     setattr(model_runner, KEPT, keep(model_runner, model))
 
@@ -66,6 +72,15 @@ def require_choice(model_runner: Any) -> None:
     runs = get_moe_runner_backend().value
     if model_runner.server_args.moe_runner_backend == NAME != runs and not model_runner.is_draft_worker:
         leave(f"SGLang runs --moe-runner-backend {runs} instead of {NAME}, as its log says why")
+
+
+def require_dense(text_config: Any) -> None:
+    """UnsupportedBackend: the model has experts, and no module that we know computes them."""
+    counts = [field for field in EXPERT_COUNTS if getattr(text_config, field, None)]
+    if counts:
+        leave(f"its config has {counts[0]} {getattr(text_config, counts[0])!r}, and none of its modules is a FusedMoE")
+    else:
+        log.warning("the model has no MoE layer: moe_dist serves nothing of it")
 
 
 def leave(reason: str) -> None:

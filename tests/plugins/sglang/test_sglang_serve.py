@@ -131,6 +131,33 @@ def test_experts_that_no_runner_is_asked_for_end_start_up(
     assert [layer.name for layer in getattr(engine, serve.SERVED)._layers] == ["0.experts"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "draft", "said"),
+    [
+        ({"num_experts": 8}, False, "^its config has num_experts 8, and none of its modules is a FusedMoE$"),
+        ({"num_experts": 8}, True, None),
+        ({}, False, "^the model has no MoE layer: moe_dist serves nothing of it$"),
+    ],
+    ids=["experts", "draft", "dense"],
+)
+def test_a_model_without_a_layer_to_serve_is_not_served_in_silence(
+    parallel: Any, caplog: pytest.LogCaptureFixture, fields: dict[str, int], draft: bool, said: str | None
+) -> None:
+    from moe_dist_sglang import serve
+
+    engine = engine_of(layer_of(), method_of())
+    engine.model, engine.device, engine.is_draft_worker = torch.nn.Linear(2, 2), "cpu", draft
+    engine.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(**fields))
+    if said and fields:
+        with pytest.raises(md.UnsupportedBackend) as refused:
+            serve.attach(engine)
+        assert re.search(said, refused.value.reason)
+        return
+    serve.attach(engine)
+    lines = [record.getMessage() for record in caplog.records if record.name == "moe_dist.sglang"]
+    assert [bool(said and re.search(said, line)) for line in lines] == ([True] if said else [])
+
+
 def test_kept_memory_is_given_back_and_the_whole_tensor_parallel_group_tunes(parallel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """That group spans attention data parallelism and expert parallelism; narrower groups run a layer in step with ranks outside them."""
     from moe_dist_sglang import serve
