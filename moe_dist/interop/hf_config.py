@@ -142,6 +142,11 @@ def read_model(name_or_path: str) -> ModelShape:
     raise ConfigError(f"{unknown}; {hint}; for any other, pass its config.json or the folder that holds it")
 
 
+def experts_said(config: object) -> str | None:
+    """The field and number of experts, as "num_experts 128", of a config whose fields are attributes, as engines hold it; None: it says none."""
+    return next((f"{field} {count}" for field in EXPERT_COUNTS if (count := getattr(config, field, None))), None)
+
+
 def _here(path: Path) -> str:
     """Where `path` was looked for."""
     return "" if path.is_absolute() else f" in {Path.cwd()}"

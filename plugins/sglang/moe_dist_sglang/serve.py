@@ -20,7 +20,7 @@ from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_si
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
 
 import moe_dist as md
-from moe_dist.interop.hf_config import EXPERT_COUNTS
+from moe_dist.interop.hf_config import experts_said
 from moe_dist.serving import ServedModel, TokenCounts
 from moe_dist.settings import serving_settings
 from moe_dist_sglang.compat import NAME
@@ -76,9 +76,8 @@ def require_choice(model_runner: Any) -> None:
 
 def require_dense(text_config: Any) -> None:
     """UnsupportedBackend: the model has experts, and no module that we know computes them."""
-    counts = [field for field in EXPERT_COUNTS if getattr(text_config, field, None)]
-    if counts:
-        leave(f"its config has {counts[0]} {getattr(text_config, counts[0])!r}, and none of its modules is a FusedMoE")
+    if experts := experts_said(text_config):
+        leave(f"the model's config has {experts}, and none of its modules is a FusedMoE")
     else:
         log.warning("the model has no MoE layer: moe_dist serves nothing of it")
 

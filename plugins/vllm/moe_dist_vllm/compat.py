@@ -34,7 +34,7 @@ NEEDS = (
     Need("config.scheduler", "SchedulerConfig.max_num_batched_tokens"),
     *members("config.compilation", "CompilationConfig", "cudagraph_mode", "cudagraph_capture_sizes"),
     Need("config.compilation", "CUDAGraphMode.FULL_DECODE_ONLY"),
-    *members("config.model", "ModelConfig", "enforce_eager", "served_model_name"),
+    *members("config.model", "ModelConfig", "enforce_eager", "served_model_name", "hf_text_config"),
     Need("engine.arg_utils", "_compute_kwargs", ("cls",)),
     Need("engine.arg_utils", "NEEDS_HELP"),
     Need(f"{FUSED_MOE}.oracle.unquantized", "map_unquantized_backend", ("runner_backend",)),

@@ -17,7 +17,9 @@ import vllm.envs as envs
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 
+from moe_dist.interop.hf_config import experts_said
 from moe_dist.serving import ServedModel, TokenCounts
+from moe_dist.settings import ServingSettings
 from moe_dist_vllm.compat import NAME
 from moe_dist_vllm.experts import MoEDistExperts, scratch_in_each_call
 from moe_dist_vllm.native import versions
@@ -79,6 +81,8 @@ def served_model(worker: Any) -> tuple[ServedModel, TokenCounts]:
             f"--moe-backend=moe_dist was asked for, but vLLM runs its own experts in {len(others)} layers, first {others[0]}; "
             "choose another --moe-backend, or set MOE_DIST_UNSERVED=native to accept that"
         )
+    if not ours and not others and config.parallel_config.pipeline_parallel_size == 1:  # one stage may well have none
+        require_dense(config.model_config.hf_text_config, settings)
     counts = token_counts(config)
     pool = versions() if any(experts.natives for _, _, experts in ours) else {}
     model = ServedModel(settings, deployment=deployment(config), versions=pool, earlier=getattr(worker, "moe_dist", None))
@@ -86,6 +90,17 @@ def served_model(worker: Any) -> tuple[ServedModel, TokenCounts]:
         for name, module, experts in ours:
             experts.serve(model, name, module.w13_weight, module.w2_weight, module.expert_map, counts.max_num_tokens)
     return model, counts
+
+
+def require_dense(text_config: Any, settings: ServingSettings) -> None:
+    """RuntimeError: the model has experts, and no module that we know computes them."""
+    experts = experts_said(text_config)
+    reason = f"the model's config has {experts}, and none of its modules asks for the experts of --moe-backend"
+    if experts and settings.unserved == "error":
+        raise RuntimeError(
+            f"--moe-backend=moe_dist serves nothing: {reason}; choose another, or set MOE_DIST_UNSERVED=native to accept that"
+        )
+    log.warning("moe_dist serves nothing: %s", reason if experts else "the model has no MoE layer")
 
 
 def moe_layers(worker: Any) -> Iterator[tuple[str, Any]]:

@@ -134,7 +134,7 @@ def test_experts_that_no_runner_is_asked_for_end_start_up(
 @pytest.mark.parametrize(
     ("fields", "draft", "said"),
     [
-        ({"num_experts": 8}, False, "^its config has num_experts 8, and none of its modules is a FusedMoE$"),
+        ({"num_experts": 8}, False, "^the model's config has num_experts 8, and none of its modules is a FusedMoE$"),
         ({"num_experts": 8}, True, None),
         ({}, False, "^the model has no MoE layer: moe_dist serves nothing of it$"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -215,6 +216,43 @@ def test_an_engine_that_ignored_the_flag_is_told_apart(setting: str) -> None:
     else:
         with pytest.raises(AttributeError, match="parallel_config"):  # past the check: it goes on to ask what the engine will run
             tune(worker)
+
+
+@pytest.mark.parametrize(
+    ("fields", "stages", "setting", "said"),
+    [
+        (
+            {"num_experts": 8},
+            1,
+            "error",
+            r"has num_experts 8, and none of its modules asks for the experts of --moe-backend; choose another",
+        ),
+        ({"num_experts": 8}, 1, "native", "moe_dist serves nothing: the model's config has num_experts 8,"),
+        ({"num_experts": 8}, 2, "error", None),
+        ({}, 1, "error", "moe_dist serves nothing: the model has no MoE layer"),
+    ],
+    ids=["error", "native", "a stage", "dense"],
+)
+def test_a_model_without_a_layer_to_serve_is_not_served_in_silence(
+    fields: dict[str, int], stages: int, setting: str, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    from types import SimpleNamespace
+
+    from moe_dist_vllm.warmup import served_model
+
+    config = SimpleNamespace(
+        additional_config={"moe_dist": {"unserved": setting}},
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**fields)),
+    )
+    worker = SimpleNamespace(vllm_config=config, model_runner=SimpleNamespace(get_model=lambda: torch.nn.Linear(2, 2)))
+    refused = (
+        RuntimeError if fields and setting == "error" and stages == 1 else AttributeError
+    )  # past it: what the engine will run is asked
+    with pytest.raises(refused) as caught:
+        served_model(worker)
+    lines = [str(caught.value)] if refused is RuntimeError else [record.getMessage() for record in caplog.records]
+    assert [bool(said and re.search(said, line)) for line in lines] == ([True] if said else [])
 
 
 @pytest.mark.parametrize("allowed", [True, False])
