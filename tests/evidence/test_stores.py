@@ -36,7 +36,7 @@ def test_which_stores_would_be_inside_the_bar_of_attaching_if_all_entries_were_t
     """More than the bar asks: an entry is taken apart when it is hit."""
     rows = [row for row in KEPT["stores"] if row["what"] == "attach"]
     inside = {row["store"]: row["median_s"] + row["decode_s"] < row["limit_s"] for row in rows}
-    assert inside == {"file": True, "redis": True, "layered": True}  # 0.482 s of 0.5
+    assert inside == {"file": True, "redis": True, "layered": False}  # 0.522 s; 0.482 where the two cores were a quarter faster
 
 
 def test_it_is_said_whether_other_work_could_take_the_cores() -> None:
