@@ -8,7 +8,7 @@ import logging
 import re
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,42 +52,44 @@ def tune(store: Any, name: str) -> str:
         return other.run_pass().digest
 
 
-def test_an_epoch_is_not_replaced_while_a_pin_lives(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def behind() -> Iterator[tuple[Tuner, str, str]]:
+    """A tuner that serves the first epoch of its store, where there is a second by now; the digests of both."""
     store = MemoryStore()
     first = tune(store, "a")
     with Tuner(store=store, deployment="test", policy=POLICY, ladder=BucketLadder((1,)), device="cpu") as tuner:
         assert tuner.reload()
-        second = tune(store, "b")
-        tuner.record(FakeOperation("c", COSTS))
-        with tuner.pin(), caplog.at_level(logging.WARNING):
-            assert not tuner.reload()
-            assert f"the committed epoch is not adopted: rank 0: pins (1) {HELD}" in caplog.text
-            with pytest.raises(PassAborted, match=re.escape(f"rank 0: pins (1) {HELD}")) as caught:
-                tuner.run_pass()
-            assert caught.value.ranks == (0,)
-            assert tuner.epoch.digest == first
-        assert tuner.reload()
-        assert tuner.epoch.digest == second
-        with tuner.pin():
-            assert tuner.reload(), "the epoch that is pinned may be adopted again"
-        assert tuner.run_pass().measured == 2
+        yield tuner, first, tune(store, "b")
 
 
-def test_amid_a_capture_no_epoch_is_tuned_or_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore()
-    first = tune(store, "a")
-    with Tuner(store=store, deployment="test", policy=POLICY, ladder=BucketLadder((1,)), device="cpu") as tuner:
-        assert tuner.reload()
-        second = tune(store, "b")
-        with monkeypatch.context() as capturing:
-            capturing.setattr(torch.cuda, "is_available", lambda: True)
-            capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            for call in (tuner.reload, tuner.run_pass):
-                with pytest.raises(TunerStateError, match="under CUDA graph capture; tune before capturing"):
-                    call()
+def test_an_epoch_is_not_replaced_while_a_pin_lives(behind: tuple[Tuner, str, str], caplog: pytest.LogCaptureFixture) -> None:
+    tuner, first, second = behind
+    tuner.record(FakeOperation("c", COSTS))
+    with tuner.pin(), caplog.at_level(logging.WARNING):
+        assert not tuner.reload()
+        assert f"the committed epoch is not adopted: rank 0: pins (1) {HELD}" in caplog.text
+        with pytest.raises(PassAborted, match=re.escape(f"rank 0: pins (1) {HELD}")) as caught:
+            tuner.run_pass()
+        assert caught.value.ranks == (0,)
         assert tuner.epoch.digest == first
-        assert tuner.reload(), "nothing of it is left"
-        assert tuner.epoch.digest == second
+    assert tuner.reload()
+    assert tuner.epoch.digest == second
+    with tuner.pin():
+        assert tuner.reload(), "the epoch that is pinned may be adopted again"
+    assert tuner.run_pass().measured == 2
+
+
+def test_amid_a_capture_no_epoch_is_tuned_or_adopted(behind: tuple[Tuner, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner, first, second = behind
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_available", lambda: True)
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for call in (tuner.reload, tuner.run_pass):
+            with pytest.raises(TunerStateError, match="under CUDA graph capture; tune before capturing"):
+                call()
+    assert tuner.epoch.digest == first
+    assert tuner.reload(), "nothing of it is left"
+    assert tuner.epoch.digest == second
 
 
 def pinned_on_rank_1(rank: Rank) -> Any:

@@ -131,6 +131,23 @@ def test_experts_that_no_runner_is_asked_for_end_start_up(
     assert [layer.name for layer in getattr(engine, serve.SERVED)._layers] == ["0.experts"]
 
 
+@pytest.mark.parametrize("other", ["core", "runner"])
+def test_after_load_a_layer_runs_our_core_and_by_the_runner_that_its_method_calls(parallel: Any, other: str) -> None:
+    """SGLang may make a runner anew: a layer that still holds ours would be bound, and its method would call another."""
+    from moe_dist_sglang import serve
+
+    engine = engine_of(layer_of(), method_of())
+    experts = engine.model.experts
+    if other == "core":
+        experts.runner.runner_core = object()
+    else:
+        experts.quant_method.runner = SimpleNamespace(runner_core=experts.runner.runner_core)
+    experts.runner.runner_backend = "triton"
+    with pytest.raises(md.UnsupportedBackend) as refused:
+        serve.attach(engine)
+    assert refused.value.reason == "experts: SGLang gave it the runner triton"
+
+
 @pytest.mark.parametrize(
     ("fields", "draft", "said"),
     [
