@@ -15,7 +15,17 @@ from moe_dist_kernels.align import CHUNK, max_tiles
 from moe_dist_kernels.finalize import finalize_blocks, finalize_kernel
 from moe_dist_kernels.grouped import SCALE_BLOCK, ProductTile
 from moe_dist_kernels.launch import Scratch, interpreted
-from moe_dist_kernels.plan import DecodePlan, ExpertsShape, Limits, Plan, RouterShape, SortedPlan, SpecialisedPlan, make_launchers, scratch
+from moe_dist_kernels.plan import (
+    DecodePlan,
+    ExpertsShape,
+    Limits,
+    Plan,
+    RouterShape,
+    SortedPlan,
+    SpecialisedPlan,
+    layouts_of,
+    make_launchers,
+)
 from moe_dist_kernels.quantise import quantise_blocks, quantise_launch
 from moe_dist_kernels.routing import route_launch
 
@@ -148,7 +158,7 @@ class Experts:
             self._down_weights = (launches["down"].params[1].of(w2.view(-1, shape.inter)), self._w2_scale)
         if shape.fp8:
             self._quantise = quantise_launch(dtype=shape.dtype, hidden=shape.hidden, pdl=self._pdl)
-        self._scratches: dict[tuple[int, bool], Scratch] = {}
+        self._layouts = layouts_of(shape, plan)
         self._route = route_launch(**dataclasses.asdict(router), pdl=self._pdl) if router is not None else None
 
     def launchers(self, ids_dtype: torch.dtype) -> dict[str, Any]:
@@ -208,11 +218,7 @@ class Experts:
     ) -> None:
         shape, plan, device = self.shape, self.plan, self._index
         routed = logits is None
-        layout = self._scratches.get((tokens, routed))
-        if layout is None:
-            if len(self._scratches) > 4096:  # token counts seen; the layouts are cheap to make again
-                self._scratches.clear()
-            layout = self._scratches[(tokens, routed)] = scratch(shape, plan, tokens, routed=routed)
+        layout = self._layouts(tokens, routed)
         block, at = layout.pointers(self.device, as_tensors=self._interpreted)
         as_pointer = self._tensor if self._interpreted else torch.Tensor.data_ptr
         x_ptr, out_ptr = as_pointer(x), as_pointer(out)

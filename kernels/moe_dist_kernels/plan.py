@@ -7,6 +7,7 @@ Legend: T tokens, K slots of a token, E local experts, N routed experts, H hidde
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,8 @@ from moe_dist_kernels.finalize import finalize_launches
 from moe_dist_kernels.grouped import SCALE_BLOCK, ProductTile, product_launches
 from moe_dist_kernels.launch import Launch, Scratch
 from moe_dist_kernels.quantise import quantise_launch
+
+MAX_LAYOUTS = 4096  # token counts of which a scratch layout is kept, 2 KB each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,6 +223,26 @@ def scratch(shape: ExpertsShape, plan: Plan, num_tokens: int, *, routed: bool) -
     if shape.finalize and shape.slots > 1:
         parts["y"] = (count * shape.hidden, shape.dtype)
     return Scratch(**parts)
+
+
+class Layouts:
+    """`scratch` of the token counts of calls, made once for each."""
+
+    def __init__(self, shape: ExpertsShape, plan: Plan) -> None:
+        self._shape, self._plan = shape, plan
+        self._seen: dict[tuple[int, bool], Scratch] = {}
+
+    def __call__(self, num_tokens: int, routed: bool) -> Scratch:
+        layout = self._seen.get((num_tokens, routed))
+        if layout is None:
+            if len(self._seen) >= MAX_LAYOUTS:  # cheap to make again
+                self._seen.clear()
+            layout = self._seen[num_tokens, routed] = scratch(self._shape, self._plan, num_tokens, routed=routed)
+        return layout
+
+
+# Shared, since a model's layers are equal: 48 layers with 4,096 layouts each would hold 300 MB.
+layouts_of = functools.lru_cache(maxsize=256)(Layouts)
 
 
 def make_launchers(shape: ExpertsShape, plan: Plan, ids_dtype: torch.dtype, *, pdl: bool) -> dict[str, Any]:

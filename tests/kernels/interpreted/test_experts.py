@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import moe_dist_kernels.launch
+import moe_dist_kernels.plan
 import pytest
 import torch
 from moe_dist_kernels import DecodePlan, DecodeTile, Experts, ExpertsShape, Plan, ProductTile, SortedPlan
+from moe_dist_kernels.launch import Scratch
+from moe_dist_kernels.plan import Layouts
 from truth import experts_truth, relative_error
 
 DECODE = DecodePlan(up=DecodeTile(block_n=16, block_k=64, warps=4), down=DecodeTile(block_n=32, block_k=64, warps=4))
@@ -252,6 +256,33 @@ def test_no_tokens_then_some(plan: Plan, device: torch.device) -> None:
         layer(x, out, ids=torch.zeros(tokens, 1, dtype=torch.int32, device=device), weights=torch.ones(tokens, 1, device=device))
         truth = torch.nn.functional.silu(x @ w13[0].T) @ w2[0].T
         torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_is_kept_of_a_token_count_is_kept_once_for_all_layers(plan: Plan, device: torch.device) -> None:
+    """A server meets thousands of token counts in its dozens of equal layers, whose host memory must not grow with both."""
+    shape = ExpertsShape(dtype=torch.float32, hidden=16, inter=24, slots=1, num_local=1, map_size=None, kind="silu")
+    w13, w2 = torch.randn(1, 24, 16, device=device), torch.randn(1, 16, 24, device=device)
+    layers = [Experts(shape, plan, w13=w13, w2=w2) for _ in range(3)]
+    before = _alive(Scratch)
+    for tokens in range(1, 5):
+        x, ids = torch.randn(tokens, 16, device=device), torch.zeros(tokens, 1, dtype=torch.int32, device=device)
+        for layer in layers:
+            layer(x, torch.empty_like(x), ids=ids, weights=torch.ones(tokens, 1, device=device))
+    assert _alive(Scratch) - before == 4
+
+
+def test_token_counts_of_which_something_is_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_dist_kernels.plan, "MAX_LAYOUTS", 3)
+    layouts = Layouts(ExpertsShape(dtype=torch.float32, hidden=16, inter=24, slots=2, num_local=1, map_size=None, kind="silu"), PLAIN)
+    before = _alive(Scratch)
+    assert [layouts(tokens, routed=True).parts["slots"][0] for tokens in (*range(1, 9), 2)] == [*range(2, 17, 2), 4]
+    assert 1 <= _alive(Scratch) - before <= 3
+
+
+def _alive(kind: type) -> int:
+    gc.collect()
+    return sum(isinstance(found, kind) for found in gc.get_objects())
 
 
 @pytest.mark.parametrize("plan", PLANS)
