@@ -82,6 +82,17 @@ class Plan:
                     yield shape, dtype, cells
 
 
+def ladder_of(tokens: Iterable[int]) -> BucketLadder:
+    """The whole ladder of cells of these token counts: all powers of two up to the largest, and the counts."""
+    counts = set(tokens)
+    return BucketLadder(tuple(sorted({*BucketLadder.powers_of_two(max(counts)).bounds, *counts})))
+
+
+def is_whole(times: Mapping[str, Any], shape: str, dtype: str, tokens: Iterable[int]) -> bool:
+    """Whether tuning times are of this shape and dtype and of all buckets that cells of `tokens` have, not of a shorter ladder."""
+    return (times["shape"], times["dtype"], times.get("buckets")) == (shape, dtype, len(ladder_of(tokens).bounds))
+
+
 def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("shape", "dtype", "tokens", "mode", "peer"))
 
@@ -113,7 +124,7 @@ def run_matrix(
             for mode, count, able in asked
             if (absent := [peer for peer in able if (shape.name, dtype, count, mode, peer.name) not in held])
         ]
-        wants_ladder = plan.ladder and not any((row["shape"], row["dtype"]) == (shape.name, dtype) for row in tuning)
+        wants_ladder = plan.ladder and not any(is_whole(row, shape.name, dtype, plan.tokens) for row in tuning)
         if not missing and not wants_ladder:
             continue
         if stop_at is not None and time.monotonic() >= stop_at:
@@ -149,7 +160,7 @@ class _ShapeBench:
         self._problem = MoEProblem.of(self._config, routed=True)
         self._weights = make_random_weights(self._problem, 0, 0, device)
         self._operation = MoEOperation(self._problem, self._weights, device, self._config.options)
-        self._ladder = BucketLadder(tuple(sorted({*BucketLadder.powers_of_two(max(plan.tokens)).bounds, *plan.tokens})))
+        self._ladder = ladder_of(plan.tokens)
         self._tuner: Tuner | None = None
         self._layers: dict[bool, MoELayer] = {}
         self._ticks: list[tuple[str, float]] = []

@@ -165,6 +165,15 @@ def test_what_is_there_is_kept_and_only_what_is_missing_is_timed() -> None:
     assert [(row["tokens"], row["peer"]) for row in again[2:]] == [(8, "b")]
 
 
+def test_a_shorter_ladder_s_times_are_not_taken_for_the_whole_one_s() -> None:
+    plan = dataclasses.replace(PLAN, ladder=True, tokens=(2,), eager_tokens=(2,))
+    rows, tuning = run([peer("a")], plan)
+    kernels.run_matrix(dataclasses.replace(plan, tokens=(2, 8)), [peer("a")], CPU, rows=rows, tuning=tuning)
+    assert [times["buckets"] for times in tuning] == [2, 4]
+    parts = [part(rows, tuning[:1]), part(rows, tuning[1:])]
+    assert kernel_bars.merged(parts)["tuning"] == tuning
+
+
 def test_it_stops_at_its_time_and_counts_what_is_left() -> None:
     rows: list[dict[str, Any]] = []
     left = kernels.run_matrix(PLAN, [peer("a")], CPU, rows=rows, tuning=[], stop_at=time.monotonic() - 1)
@@ -285,7 +294,19 @@ def test_a_row_without_a_field_is_refused(name: str) -> None:
 
 def test_a_ladder_without_its_times_is_refused() -> None:
     rows, tuning = made_up()
-    assert kernel_bars.objections(rows, tuning[1:], JUDGED, ABLE) == ["0 rows of tuning times for s bf16"]
+    refused = ["0 rows of tuning times for s bf16 over its ladder of 7 buckets"]
+    assert kernel_bars.objections(rows, tuning[1:], JUDGED, ABLE) == refused
+    tuning[0]["buckets"] = 3  # of a run with fewer tokens
+    assert kernel_bars.objections(rows, tuning, JUDGED, ABLE) == refused
+
+
+def test_a_shorter_ladder_s_times_judge_no_bar() -> None:
+    rows, tuning = made_up()
+    tuning[0] |= {"buckets": 3, "cold_s": 91.0}
+    held = {bar.name: bar.holds for bar in kernel_bars.bars(rows, tuning) if "ladder" in bar.name}
+    assert held == {
+        f"{dtype}: tuning a whole ladder, kernels {how}": dtype == "fp8" or None for dtype in ("bf16", "fp8") for how in ("cold", "warm")
+    }
 
 
 @pytest.mark.parametrize(
@@ -336,7 +357,7 @@ def test_host_and_tuning_times_are_judged_by_the_worst_shape() -> None:
     rows[-1]["ours_host_us"] = 61.0
     tuning[0]["cold_s"] = 91.0
     missed = [(bar.name, bar.where) for bar in kernel_bars.bars(rows, tuning) if bar.holds is False]
-    assert missed == [("fp8: host time of an eager call at one token", "s"), ("tuning a ladder, kernels cold", "s bf16")]
+    assert sorted(missed) == [("bf16: tuning a whole ladder, kernels cold", "s"), ("fp8: host time of an eager call at one token", "s")]
 
 
 def test_the_best_peer_is_the_faster_of_vllms_two() -> None:
