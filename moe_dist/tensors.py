@@ -20,7 +20,7 @@ class MoEActivationPack:
     hidden_states: [T, H] in the config's dtype.
     router_logits: [T, N] floating point, before scoring.
     topk_ids: [T, K] int32 or int64, the model's global expert ids; -1: the slot is empty. An id twice in a row counts twice.
-    topk_weights: [T, K] fp32, already scaled; applied as they are.
+    topk_weights: [T, K] fp32, already scaled; applied as they are. Finite, also where an id is -1 or of another rank.
     """
 
     hidden_states: torch.Tensor

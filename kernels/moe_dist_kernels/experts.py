@@ -180,7 +180,8 @@ class Experts:
         """Fill `out` ([T, H], or [T, K, H] without finalize), which may be `x` itself.
 
         x: [T, H] in the shape's dtype. ids: [T, K] int32 or int64 global ids, -1 or any id that is not here counts as remote;
-        weights: [T, K] fp32. Or logits [T, N] in the router's dtype. Copies what is not contiguous or not aligned.
+        weights: [T, K] fp32, finite also where an id is remote: the small path multiplies by them. Or logits [T, N] in the
+        router's dtype. Copies what is not contiguous or not aligned.
         """
         tokens = x.shape[0]
         count = tokens * self.shape.slots

@@ -9,6 +9,7 @@ for 16-bit weights. Both take stages from the copying warps and give them back. 
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -18,8 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 def _activated(gate, up, LIMIT: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr):
     """SwiGLU, as activation.py has it."""
     if LIMIT is not None:
-        gate = gl.minimum(gate, LIMIT)
-        up = gl.maximum(gl.minimum(up, LIMIT), -LIMIT)
+        gate = gl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = gl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = gl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return gate / (1.0 + gl.exp(-ALPHA * gate)) * (up + BETA)
 
 

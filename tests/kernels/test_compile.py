@@ -23,8 +23,8 @@ from triton.backends.compiler import GPUTarget
 
 from moe_dist.backends.base import MoEProblem
 from moe_dist.backends.triton import TritonBackend, TritonConfig, _shape
-from moe_dist.backends.triton_tactics import plan_of
-from moe_dist.config import ExpertConfig, MoEConfig, QuantConfig, RoutingConfig
+from moe_dist.backends.triton_tactics import SMALL_CARD, plan_of
+from moe_dist.config import ActivationConfig, ExpertConfig, MoEConfig, QuantConfig, RoutingConfig
 from moe_dist.tuning.problem import Bucket, BucketLadder
 
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="interpreted kernels can't be compiled")
@@ -115,6 +115,15 @@ def test_warp_specialised_products_compile_for_hopper(quant: QuantConfig, gather
         if name in ("up", "down"):
             assert used.matrix_unit == "wgmma"
             assert used.registers <= 168, "12 warps of 168 registers fill the 65,536 of a multiprocessor"
+
+
+@pytest.mark.parametrize("plan", [SpecialisedPlan(group_m=8, gather=True), plan_of(SMALL_CARD)], ids=["specialised", "sorted"])
+def test_a_clamp_keeps_what_is_no_number(plan: Plan) -> None:
+    """An instruction that returns the other operand would make the limit of a NaN, which the result then hides; the interpreter can't tell."""
+    config = dataclasses.replace(QWEN.config, activation=ActivationConfig("swiglu", limit=6.0))
+    compiled: Any = launches_of(MoEProblem.of(config, routed=True), plan, pdl=True)["up"].compile_for(GPUTarget("cuda", 90, 32))
+    clamps = set(re.findall(r"\b(?:min|max)(?:\.\w+)*\.f32\b", compiled.asm["ptx"]))
+    assert clamps == {"min.NaN.f32", "max.NaN.f32"}
 
 
 STEPS = {  # instructions that hand shared memory over; the first that fits a line names it

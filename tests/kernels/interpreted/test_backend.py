@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import moe_dist_kernels
 import pytest
 import torch
+from moe_dist_kernels import RouterShape
 from truth import relative_error
 
 from moe_dist.backends.base import MoEProblem
@@ -108,6 +110,30 @@ def test_models_from_logits(parts: dict[str, Any], device: torch.device) -> None
     acts = MoEActivationPack(hidden_states=torch.randn(5, HIDDEN, device=device), router_logits=logits)
     for high in (1, 5000):  # a decode default and a prefill default, both valid for 5 tokens
         check(layer, BACKEND.default(layer.problem, Bucket(1, high), device), acts)
+
+
+def test_logits_of_each_dtype_and_ids_meet_experts_of_their_own(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bound layer, called with fp32 logits, then fp16 ones, then fp32 again: a launch reads what it was compiled for."""
+    torch.manual_seed(0)
+    bound: list[torch.dtype] = []
+
+    class Recorded(moe_dist_kernels.Experts):
+        def __init__(self, *arguments: Any, router: RouterShape | None = None, **named: Any) -> None:
+            super().__init__(*arguments, router=router, **named)
+            assert router is not None
+            bound.append(router.logits_dtype)
+
+    monkeypatch.setattr(moe_dist_kernels, "Experts", Recorded)
+    layer = layer_of(config_of(8, 2), device, routed=False)
+    run = BACKEND.bind(layer, BACKEND.default(layer.problem, Bucket(1, 64), device))
+    for dtype in (torch.float32, torch.float16, torch.float32):
+        acts = MoEActivationPack(
+            hidden_states=torch.randn(3, HIDDEN, device=device), router_logits=torch.randn(3, 8, device=device).to(dtype)
+        )
+        out = torch.full((3, HIDDEN), torch.nan, device=device)
+        run(acts, out)
+        assert relative_error(out, compute(layer, acts)) < 1e-3
+    assert bound == [torch.float32, torch.float16]
 
 
 def test_one_row_gives_the_same_bits_in_every_batch(device: torch.device) -> None:

@@ -9,7 +9,7 @@ import moe_dist_kernels.launch
 import moe_dist_kernels.plan
 import pytest
 import torch
-from moe_dist_kernels import DecodePlan, DecodeTile, Experts, ExpertsShape, Plan, ProductTile, SortedPlan
+from moe_dist_kernels import DecodePlan, DecodeTile, Experts, ExpertsShape, Plan, ProductTile, RouterShape, SortedPlan
 from moe_dist_kernels.launch import Scratch
 from moe_dist_kernels.plan import Layouts
 from truth import experts_truth, relative_error
@@ -220,6 +220,58 @@ def test_fp8_blocks(name: str, hidden: int, inter: int, kind: str, device: torch
     assert relative_error(out.cpu(), truth) < bound
 
 
+@pytest.mark.parametrize("name", FP8)
+def test_fp8_rows_keep_to_themselves(name: str, device: torch.device) -> None:
+    """A row of zeros, as a padded graph brings, gives zeros; no row's bits depend on what its neighbours hold, though their last
+    block of columns is a partial one."""
+    torch.manual_seed(0)
+    experts, hidden, inter = 2, 208, 128
+    w13 = (torch.randn(experts, 2 * inter, hidden, device=device) * 0.2).to(torch.float8_e4m3fn)
+    w2 = (torch.randn(experts, hidden, inter, device=device) * 0.2).to(torch.float8_e4m3fn)
+    scales = {"w13_scale": torch.rand(experts, 2, 2, device=device) + 0.5, "w2_scale": torch.rand(experts, 2, 1, device=device) + 0.5}
+    shape = ExpertsShape(
+        dtype=torch.float32, hidden=hidden, inter=inter, slots=2, num_local=experts, map_size=None, kind="swiglu", fp8=True
+    )
+    layer = Experts(shape, FP8[name], w13=w13, w2=w2, **scales)
+    ids = torch.tensor([[0, 1], [1, -1], [0, 1], [0, 1]], dtype=torch.int32, device=device)
+    weights = torch.rand(4, 2, device=device)
+    x = torch.randn(4, hidden, device=device)
+    x[1] = 0.0
+    outs = []
+    for held in (1.0, 1e6, torch.nan):
+        x[[0, 3]] = held
+        out = torch.full((4, hidden), torch.nan, device=device)
+        layer(x, out, ids=ids, weights=weights)
+        outs.append(out[1:3].cpu())
+    assert not outs[0][0].any()
+    assert outs[0][1].isfinite().all()
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("finalize", [True, False])
+def test_what_is_no_number_stays_in_its_row(plan: Plan, bad: float, finalize: bool, device: torch.device) -> None:
+    """A neighbour's hidden state, beside a row that has a remote slot."""
+    torch.manual_seed(0)
+    shape = ExpertsShape(
+        dtype=torch.float32, hidden=33, inter=40, slots=2, num_local=3, map_size=None, kind="swiglu", up_bias=torch.float32,
+        down_bias=torch.float32, finalize=finalize,
+    )  # fmt: skip
+    w13, w2 = torch.randn(3, 80, 33, device=device), torch.randn(3, 33, 40, device=device)
+    w13_bias, w2_bias = torch.randn(3, 80, device=device), torch.randn(3, 33, device=device)
+    layer = Experts(shape, plan, w13=w13, w2=w2, w13_bias=w13_bias, w2_bias=w2_bias)
+    ids = torch.tensor([[0, 1], [0, -1], [1, 0]], dtype=torch.int32)
+    x, weights = torch.randn(3, 33), torch.rand(3, 2)
+    truth = experts_truth(x, w13.cpu(), w2.cpu(), ids, weights, kind="swiglu", w13_bias=w13_bias.cpu(), w2_bias=w2_bias.cpu())[1]
+    x[[0, 2]] = bad
+    out = torch.full((3, 33) if finalize else (3, 2, 33), torch.nan, device=device)
+    layer(x.to(device), out, ids=ids.to(device), weights=weights.to(device))
+    assert relative_error(out[1].cpu(), truth.sum(0) if finalize else truth) < 1e-5
+    assert not out[[0, 2]].isfinite().any(), "and there it shows"
+
+
 def test_fp8_needs_scale_blocks_that_gate_and_up_share(device: torch.device) -> None:
     shape = ExpertsShape(dtype=torch.float32, hidden=128, inter=64, slots=1, num_local=1, map_size=None, kind="swiglu", fp8=True)
     with pytest.raises(ValueError, match="intermediate size 64 is no multiple of 128"):
@@ -283,6 +335,22 @@ def test_token_counts_of_which_something_is_kept_are_bounded(monkeypatch: pytest
 def _alive(kind: type) -> int:
     gc.collect()
     return sum(isinstance(found, kind) for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_as_many_tokens_with_ids_and_with_logits_need_other_scratch(plan: Plan, device: torch.device) -> None:
+    """Two experts, one slot each way: logits that choose expert 1 and ids that name it, with the same weights of one."""
+    torch.manual_seed(0)
+    shape = ExpertsShape(dtype=torch.float32, hidden=16, inter=16, slots=1, num_local=2, map_size=None, kind="silu")
+    router = RouterShape(
+        logits_dtype=torch.float32, num_experts=2, top_k=1, n_group=None, topk_group=None, num_shared=0, scoring="softmax", renormalize=True,
+        scale=1.0, bias=False,
+    )  # fmt: skip
+    layer = Experts(shape, plan, w13=torch.randn(2, 16, 16, device=device), w2=torch.randn(2, 16, 16, device=device), router=router)
+    x, (first, second) = torch.randn(3, 16, device=device), torch.full((2, 3, 16), torch.nan, device=device)
+    layer(x, first, ids=torch.ones(3, 1, dtype=torch.int32, device=device), weights=torch.ones(3, 1, device=device))
+    layer(x, second, logits=torch.tensor([[0.0, 9.0]] * 3, device=device))
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("plan", PLANS)
