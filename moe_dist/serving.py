@@ -173,7 +173,7 @@ class ServedModel:
                 store=settings.store, group=group, strategy=settings.strategy, ladder=counts.ladder, deployment=self._deployment,
                 device=device, versions=self._versions, budget=limits.budget / max(1, len(passes)),
                 workspace_limit=_spare_bytes(device) if workspace_limit is None else workspace_limit,
-                progress_timeout=limits.progress_timeout, cap=limits.cap, on_progress=_progress_line(),
+                progress_timeout=limits.progress_timeout, cap=limits.cap / max(1, len(passes)), on_progress=_progress_line(),
             ) as tuner:  # fmt: skip
                 tuner.pins = self._pins
                 for served in self._layers:

@@ -137,6 +137,8 @@ def serving_settings(given: Mapping[str, object] | None = None, environ: Mapping
     ConfigError: an unknown name, or a value that is out of range.
     """
     names = (*_SERVING_CHOICES, "store", "budget_s")
+    if given is not None and not isinstance(given, Mapping):  # as an engine's JSON may have it
+        raise ConfigError(f"moe_dist's settings are {given!r}; they must be a mapping, as {{'tune': 'replay'}}")
     given = dict(given or {})
     if unknown := sorted(set(given) - set(names)):
         raise ConfigError(f"moe_dist has no setting {unknown[0]!r}; known: {', '.join(sorted(names))}")

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,25 @@ def test_deadlines_stay_below_the_engine_s_own() -> None:
     )
 
 
+def test_passes_share_what_tuning_as_a_whole_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mode has a pass of its own on a GPU: two that took half of an engine's start-up each would leave it nothing."""
+    passes = [(MeasurementPolicy("eager"), (Bucket(1, 2),)), (MeasurementPolicy("eager"), (Bucket(3, 4),))]
+    monkeypatch.setattr("moe_dist.serving._passes", lambda settings, counts, device: passes)
+    given = list[dict[str, Any]]()
+
+    class Tuner(md.Tuner):
+        def __init__(self, **settings: Any) -> None:
+            given.append(settings)
+            super().__init__(**settings)
+
+    monkeypatch.setattr("moe_dist.serving.Tuner", Tuner)
+    model("memory:").tune(COUNTS, None, timedelta(seconds=40))
+    (limits,) = given
+    assert limits["cap"] * len(passes) == timedelta(seconds=20)
+    assert limits["budget"] * len(passes) == timedelta(seconds=10)
+    assert limits["progress_timeout"] == timedelta(seconds=4)
+
+
 def test_settings_come_from_the_engine_then_the_environment_then_defaults() -> None:
     environ = {"MOE_DIST_TUNE": "replay", "MOE_DIST_STORE": "memory:", "MOE_DIST_BUDGET_S": "7.5"}
     assert serving_settings(None, environ) == ServingSettings(store="memory:", tune="replay", budget=timedelta(seconds=7.5))
@@ -90,10 +110,12 @@ def test_settings_come_from_the_engine_then_the_environment_then_defaults() -> N
         ({"budget_s": "inf"}, r"budget is 'inf'"),
         ({"budget_s": 0}, r"budget is 0 s \(MOE_DIST_BUDGET_S\); it must be above 0"),
         ({"store": ""}, "^moe_dist's store is empty; name a folder or URL, or leave it out for MOE_DIST_STORE or the default$"),
+        ("replay", r"^moe_dist's settings are 'replay'; they must be a mapping, as \{'tune': 'replay'\}$"),  # as JSON may have it
+        ([["tune", "off"]], r"settings are \[\['tune', 'off'\]\]; they must be a mapping"),
         ({"stroe": "x"}, r"no setting 'stroe'; known: budget_s, policy, store, strategy, tune, unserved"),
     ],
 )
-def test_wrong_settings_are_named(given: dict[str, object], message: str) -> None:
+def test_wrong_settings_are_named(given: Any, message: str) -> None:
     with pytest.raises(md.ConfigError, match=message):
         serving_settings(given, {})
 

@@ -24,8 +24,12 @@ UNSERVED = {
 NEEDS = (
     Need("config.kernel", "MoEBackend"),
     Need("config.kernel", "KernelConfig.moe_backend"),
-    Need("config.speculative", "SpeculativeConfig"),
-    Need("config.vllm", "VllmConfig.additional_config"),
+    *members(
+        "config.vllm", "VllmConfig", "additional_config", "kernel_config", "speculative_config", "model_config", "parallel_config",
+        "scheduler_config", "compilation_config", "device_config",
+    ),
+    Need("config.speculative", "SpeculativeConfig.moe_backend"),
+    Need("config.device", "DeviceConfig.device_type"),
     Need("config.vllm", "set_current_vllm_config", ("vllm_config",)),
     Need("config.vllm", "get_current_vllm_config"),
     *members(
@@ -34,24 +38,26 @@ NEEDS = (
     Need("config.scheduler", "SchedulerConfig.max_num_batched_tokens"),
     *members("config.compilation", "CompilationConfig", "cudagraph_mode", "cudagraph_capture_sizes"),
     Need("config.compilation", "CUDAGraphMode.FULL_DECODE_ONLY"),
-    *members("config.model", "ModelConfig", "enforce_eager", "served_model_name", "hf_text_config"),
+    *members("config.model", "ModelConfig", "model", "enforce_eager", "served_model_name", "hf_text_config"),
     Need("engine.arg_utils", "_compute_kwargs", ("cls",)),
     Need("engine.arg_utils", "NEEDS_HELP"),
     Need(f"{FUSED_MOE}.oracle.unquantized", "map_unquantized_backend", ("runner_backend",)),
     Need(f"{FUSED_MOE}.oracle.unquantized", "backend_to_kernel_cls", ("backend",)),
     Need(f"{FUSED_MOE}.oracle.unquantized", "select_unquantized_moe_backend", ("moe_config",)),
     Need(f"{FUSED_MOE}.oracle.unquantized", "UnquantizedMoeBackend.TRITON"),
+    Need(f"{FUSED_MOE}.oracle.unquantized", "logger"),
     Need(f"{FUSED_MOE}.oracle.fp8", "map_fp8_backend", ("runner_backend",)),
     Need(f"{FUSED_MOE}.oracle.fp8", "backend_to_kernel_cls", ("backend",)),
     Need(f"{FUSED_MOE}.oracle.fp8", "select_fp8_moe_backend", ("config", "weight_key", "activation_key")),
     Need(f"{FUSED_MOE}.oracle.fp8", "Fp8MoeBackend.TRITON"),
+    Need(f"{FUSED_MOE}.oracle.fp8", "logger"),
     *members(
         f"{FUSED_MOE}.activation", "MoEActivation", "SILU", "GELU_TANH", "SILU_NO_MUL", "GELU_TANH_NO_MUL", "RELU2_NO_MUL"
     ),
     *members(
         f"{FUSED_MOE}.config", "FusedMoEConfig", "moe_backend", "moe_parallel_config", "num_experts", "num_local_experts", "experts_per_token",
         "hidden_dim", "intermediate_size_per_partition", "activation", "is_act_and_mul", "device", "in_dtype", "max_num_tokens", "has_bias",
-        "is_lora_enabled",
+        "is_lora_enabled", "swiglu_limit",
     ),
     *members(
         f"{FUSED_MOE}.config", "FusedMoEParallelConfig", "tp_size", "tp_rank", "ep_size", "ep_rank", "use_all2all_kernels", "all2all_backend",
@@ -59,7 +65,7 @@ NEEDS = (
     ),
     *members(
         f"{FUSED_MOE}.config", "FusedMoEQuantConfig", "block_shape", "w1_scale", "w2_scale", "w1_bias", "w2_bias", "a1_scale", "quant_dtype",
-        "per_act_token_quant",
+        "per_act_token_quant", "gemm1_clamp_limit",
     ),
     Need(f"{FUSED_MOE}.modular_kernel", "FusedMoEActivationFormat.Standard"),
     *members(
@@ -90,6 +96,10 @@ NEEDS = (
     Need("distributed.parallel_state", "get_tp_group"),
     Need("distributed.parallel_state", "get_pp_group"),
     Need("distributed.parallel_state", "_EP"),
+    *members("distributed.parallel_state", "GroupCoordinator", "cpu_group", "rank_in_group", "world_size"),
+    *members("model_executor.layers.quantization.utils.quant_utils", "QuantKey", "dtype", "scale", "symmetric"),
+    *members("model_executor.layers.quantization.utils.quant_utils", "ScaleDesc", "dtype", "static", "group_shape"),
+    Need(f"{FUSED_MOE}.fused_moe_method_base", "FusedMoEMethodBase.moe_kernel"),
     Need("envs", "VLLM_ENGINE_READY_TIMEOUT_S"),
     Need("v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", ("self",)),
     Need("v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",)),

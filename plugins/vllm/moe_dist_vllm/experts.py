@@ -203,7 +203,7 @@ class MoEDistExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             granularity=granularity,
             block_shape=block if granularity == "block" else None,
         )
-        return _config(self.moe_config, quant, limit=getattr(quant_config, "gemm1_clamp_limit", None), max_num_tokens=max_num_tokens)
+        return _config(self.moe_config, quant, limit=quant_config.gemm1_clamp_limit, max_num_tokens=max_num_tokens)
 
     def _bind(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None) -> md.MoEWeightPack:
         self._weights = self._pack(w1, w2, expert_map)
@@ -296,7 +296,7 @@ def _config(moe_config: Any, quant: md.QuantConfig, *, limit: float | None = Non
     """`FusedMoEConfig` as a `MoEConfig`: sizes as they were allocated, padding included; routing is vLLM's, so only its size counts."""
     parallel = moe_config.moe_parallel_config
     kind = _KINDS[moe_config.activation]
-    limit = limit if limit is not None else getattr(moe_config, "swiglu_limit", None)
+    limit = limit if limit is not None else moe_config.swiglu_limit
     activation = md.ActivationConfig(kind, limit=limit if kind == "swiglu" else None)
     return md.MoEConfig(
         routing=md.RoutingConfig(moe_config.num_experts, moe_config.experts_per_token),

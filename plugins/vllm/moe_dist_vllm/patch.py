@@ -186,6 +186,12 @@ def unserved_is_native() -> bool:
     return settings_of(get_current_vllm_config()).unserved == "native"
 
 
+def asked_for(vllm_config: Any) -> bool:
+    """Whether the model or a draft model beside it, which may ask for experts of its own, shall run ours."""
+    draft = vllm_config.speculative_config
+    return NAME in (vllm_config.kernel_config.moe_backend, draft and draft.moe_backend)
+
+
 def settings_of(vllm_config: Any) -> ServingSettings:
     """`ServingSettings` from --additional-config's "moe_dist", then the environment. ConfigError: a value or name is wrong."""
     given = vllm_config.additional_config
@@ -220,7 +226,7 @@ def _patch_worker(kind: str, module: ModuleType) -> None:
 
     @functools.wraps(warm_up)
     def compile_or_warm_up_model(self: Any) -> Any:
-        if self.vllm_config.kernel_config.moe_backend == NAME:
+        if asked_for(self.vllm_config):
             from moe_dist_vllm.warmup import tune
 
             tune(self)
@@ -233,7 +239,7 @@ def _patch_worker(kind: str, module: ModuleType) -> None:
 
     @functools.wraps(determine)
     def determine_available_memory(self: Any) -> Any:
-        if self.vllm_config.kernel_config.moe_backend != NAME:
+        if not asked_for(self.vllm_config):
             return determine(self)
         from moe_dist_vllm.warmup import scratch_counted
 

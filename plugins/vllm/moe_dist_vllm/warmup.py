@@ -23,12 +23,13 @@ from moe_dist.settings import ServingSettings
 from moe_dist_vllm.compat import NAME
 from moe_dist_vllm.experts import MoEDistExperts, scratch_in_each_call
 from moe_dist_vllm.native import versions
-from moe_dist_vllm.patch import settings_of
+from moe_dist_vllm.patch import say_once, settings_of
 
 log = logging.getLogger("moe_dist.vllm")
 
 
 _LIMIT = "_moe_dist_workspace"  # on the worker: the bytes that were counted before KV sizing
+_GATE_AND_UP = ("w13_weight", "w13_qweight", "w13_weight_packed")  # as vLLM's formats call what its routed experts keep
 
 
 def tune(worker: Any) -> ServedModel:
@@ -81,6 +82,8 @@ def served_model(worker: Any) -> tuple[ServedModel, TokenCounts]:
             f"--moe-backend=moe_dist was asked for, but vLLM runs its own experts in {len(others)} layers, first {others[0]}; "
             "choose another --moe-backend, or set MOE_DIST_UNSERVED=native to accept that"
         )
+    if others:  # by a method of vLLM's that asks no oracle, or after one refused us, which the log has with its reason
+        say_once(f"of --moe-backend=moe_dist {len(others)} layers run vLLM's own experts, first {others[0]}")
     if not ours and not others and config.parallel_config.pipeline_parallel_size == 1:  # one stage may well have none
         require_dense(config.model_config.hf_text_config, settings)
     counts = token_counts(config)
@@ -110,7 +113,8 @@ def moe_layers(worker: Any) -> Iterator[tuple[str, Any]]:
     for prefix, model in (("", runner.get_model()), *(("draft.", getattr(proposer, "model", None)) for proposer in proposers)):
         if isinstance(model, torch.nn.Module):
             for name, module in model.named_modules():
-                if hasattr(module, "w13_weight") and hasattr(module, "quant_method") and module.moe_config.moe_backend == NAME:
+                stores = any(hasattr(module, weight) for weight in _GATE_AND_UP)
+                if stores and hasattr(module, "quant_method") and module.moe_config.moe_backend == NAME:
                     yield prefix + name, module
 
 

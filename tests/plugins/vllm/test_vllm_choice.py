@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from vllm_layer import layer
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugins() -> None:
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-
-
-@pytest.fixture
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The vLLM config that a worker would have set; indirect parameter: --additional-config's "moe_dist"."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-
-    monkeypatch.delenv("MOE_DIST_UNSERVED", raising=False)
-    with set_current_vllm_config(VllmConfig(additional_config={"moe_dist": getattr(request, "param", {})})):
-        yield
-
-
-def layer(*, parallel: dict[str, Any] | None = None, **changes: Any) -> Any:
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
-
-    alone = FusedMoEParallelConfig.make_no_parallel()
-    fields: dict[str, Any] = {
-        "num_experts": 8, "experts_per_token": 2, "hidden_dim": 128, "intermediate_size": 64, "num_local_experts": 8, "num_logical_experts": 8,
-        "activation": MoEActivation.SILU, "device": torch.device("cpu"), "routing_method": RoutingMethodType.Default, "in_dtype": torch.bfloat16,
-        "moe_parallel_config": dataclasses.replace(alone, **(parallel or {})), "moe_backend": "moe_dist",
-    }  # fmt: skip
-    return FusedMoEConfig(**(fields | changes))
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.usefixtures("plugins")]
 
 
 def select(config: Any) -> Any:
