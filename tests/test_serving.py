@@ -11,15 +11,16 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import moe_dist as md
-from moe_dist.distributed.epoch import published
+from moe_dist.distributed.epoch import EPOCHS, published
 from moe_dist.errors import PassAborted
-from moe_dist.serving import Deadlines, ServedModel, TokenCounts, faults
+from moe_dist.serving import Deadlines, ServedModel, TokenCounts, _passes, _progress_line, faults, stored_epochs
 from moe_dist.settings import ServingSettings, serving_settings
 from moe_dist.stores.filesystem import FilesystemStore
 from moe_dist.tuning.policy import MeasurementPolicy
@@ -76,7 +77,7 @@ def test_deadlines_stay_below_the_engine_s_own() -> None:
 
 def test_passes_share_what_tuning_as_a_whole_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each mode has a pass of its own on a GPU: two that took half of an engine's start-up each would leave it nothing."""
-    passes = [(MeasurementPolicy("eager"), (Bucket(1, 2),)), (MeasurementPolicy("eager"), (Bucket(3, 4),))]
+    passes = [(MeasurementPolicy("eager"), (Bucket(1, 1), Bucket(2, 2))), (MeasurementPolicy("eager"), (Bucket(3, 4),))]
     monkeypatch.setattr("moe_dist.serving._passes", lambda settings, counts, device: passes)
     given = list[dict[str, Any]]()
 
@@ -297,3 +298,64 @@ def test_faults_are_counted_and_slowness_is_none() -> None:
         "2 candidates of backend torch_loop are out: oom",
         "1 candidates of backend torch_grouped are out: ValueError: no",
     ]
+
+
+def test_what_another_release_of_the_framework_timed_is_no_hit(tmp_path: Path) -> None:
+    """Its own experts are in the pool: another release has other kernels of the same names."""
+
+    def started(release: str) -> int:
+        served = ServedModel(ServingSettings(store=str(tmp_path)), deployment="test", versions={"framework": release})
+        served.add("layers.0", config(), weights_of(config()), [Framework()])
+        return served.tune(COUNTS, None, ENGINE_TIMEOUT)
+
+    assert started("1") > 0
+    assert started("1") == 0
+    assert started("2") > 0
+
+
+def test_what_is_damaged_in_a_store_hides_no_epoch_that_is_not(tmp_path: Path) -> None:
+    served = model(tmp_path)
+    served.tune(COUNTS, None, ENGINE_TIMEOUT)
+    store = FilesystemStore(tmp_path)
+    (key,) = store.list(EPOCHS)
+    store.put(f"{key}x", b"no epoch")
+    assert [epoch.digest for epoch in stored_epochs(str(tmp_path))] == [served.epoch.digest]
+
+
+@pytest.mark.parametrize(("policy", "passes"), [("mode", {"cuda_graph": [1, 2], "eager": [4]}), ("auto", {"auto": [1, 2, 4]})])
+def test_each_mode_has_its_own_clock_unless_one_is_asked_for_both(policy: str, passes: dict[str, list[int]]) -> None:
+    counts = TokenCounts(4, captured=(1, 2))
+    found = _passes(ServingSettings(store="memory:", policy=policy), counts, CPU)
+    assert {clock.kind: [bucket.high for bucket in buckets] for clock, buckets in found} == passes
+
+
+def test_every_winner_is_bound_before_anything_is_captured() -> None:
+    """A bind may allocate, or wait for the device: neither can be under capture."""
+    bound = list[md.Tactic]()
+
+    class Binding(Framework):
+        def bind(self, layer: md.BoundLayer, tactic: md.Tactic) -> Callable[[md.MoEActivationPack, torch.Tensor], md.Tactic]:
+            bound.append(tactic)
+            return lambda acts, out: tactic
+
+    served, weights = ServedModel(ServingSettings(store="memory:", tune="replay"), deployment="test"), weights_of(config())
+    layer = served.add("layers.0", config(), weights, [Binding()])
+    served.tune(COUNTS, None, ENGINE_TIMEOUT)
+    before = len(bound)
+    ids = torch.zeros(3, 2, dtype=torch.int32)
+    layer((md.MoEActivationPack(hidden_states=torch.zeros(3, 16), topk_ids=ids, topk_weights=torch.zeros(3, 2)), weights))
+    assert len(bound) == before > 0
+
+
+def test_progress_is_said_at_once_and_then_every_ten_seconds(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("moe_dist.serving.time.monotonic", lambda: now[0])
+    caplog.set_level(logging.INFO, "moe_dist.serving")
+    say, counts = _progress_line(), list[int]()
+    for moment in (1000.0, 1009.0, 1010.0):
+        now[0] = moment
+        for phase in ("plan", "measure"):
+            say(SimpleNamespace(phase=phase, done=0, cells=9, cell="a cell"))  # type: ignore[arg-type]
+        counts.append(len(caplog.records))
+    assert counts == [1, 1, 2]
+    assert caplog.records[0].getMessage() == "tuning 1 of 9: a cell"

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from moe_dist_vllm.compat import NEEDS
@@ -89,3 +90,31 @@ def test_doctor_speaks_where_there_is_no_vllm_and_no_epoch(tmp_path: Path, monke
     # vLLM has one size for both: its experts are shared out over the ranks that tensor parallelism names.
     assert "--moe-backend=moe_dist --tensor-parallel-size=4 --enable-expert-parallel --max-num-batched-tokens=6;" in lines[3]
     assert "torchrun --nproc-per-node=4 -m moe_dist.tune --model MODEL --tp 2 --ep 2 --routed --buckets 1,2,4,6 --policy eager" in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "said"),
+    [("other", "keeps vLLM from loading it; add moe_dist"), ("", "keeps vLLM from loading it"), ("a, moe_dist", "loads it")],
+)
+def test_doctor_reads_the_list_of_plugins_as_vllm_does(allowed: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose empty list allows none."""
+    monkeypatch.setattr("moe_dist.framework.package_root", lambda package: tree(tmp_path, NEEDS))
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [SimpleNamespace(name="moe_dist")])
+    monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    lines = list(report(str(tmp_path / "store"), None, tp=1, ep=1, max_tokens=6))
+    assert said in lines[1]
+    assert lines[2].startswith("patched: the names of --moe-backend")
+
+
+def test_doctor_says_what_does_not_fit_shows_vllm_s_epochs_alone_and_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = tuple(need for need in NEEDS if need.symbol != "NEEDS_HELP")
+    epochs = [SimpleNamespace(deployment=f"{name}:m:stage0", number=3, digest="0123456789", winners=()) for name in ("vllm", "sglang")]
+    monkeypatch.setattr("moe_dist.framework.package_root", lambda package: tree(tmp_path, lacking))
+    monkeypatch.setattr("moe_dist.framework.stored_epochs", lambda url: epochs)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    lines = list(report("redis://user:hunter2@127.0.0.1:1/3", "m", tp=1, ep=1, max_tokens=6))
+    (patched,) = [line for line in lines if line.startswith("patched: ")]
+    assert re.match(r"patched: nothing, since moe_dist \S+ does not fit vLLM .*arg_utils\.NEEDS_HELP: there is no such name", patched)
+    assert [line.split(": epoch")[0] for line in lines if line.startswith("tuned: ")] == ["tuned: vllm:m:stage0"]
+    assert "hunter2" not in "".join(lines)
+    assert "MOE_DIST_STORE=URL vllm serve" in lines[-2]

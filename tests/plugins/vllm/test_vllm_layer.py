@@ -333,3 +333,132 @@ def test_a_second_register_changes_nothing() -> None:
     before = fp8.select_fp8_moe_backend, fp8.backend_to_kernel_cls, list(sys.meta_path)
     register()
     assert (fp8.select_fp8_moe_backend, fp8.backend_to_kernel_cls, list(sys.meta_path)) == before
+
+
+@pytest.mark.usefixtures("engine")
+def test_uneven_shares_of_experts_are_served() -> None:
+    from moe_dist_vllm.experts import why_not
+
+    assert why_not(layer(num_experts=9, num_local_experts=5, parallel={"use_ep": True, "ep_size": 2}), None, None) is None
+
+
+def test_vllm_s_own_experts_find_room_for_the_output_in_their_workspace() -> None:
+    """As vLLM's modular kernel gives it, whose kernels may put the output there; and as much is counted."""
+    from moe_dist_vllm.native import VllmBackend
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+    import moe_dist as md
+
+    room = list[int]()
+
+    class Small:
+        expects_unquantized_inputs, a2_scale = True, None
+        finalize_weight_and_reduce_impl = staticmethod(TopKWeightAndReduceNoOP)
+        moe_problem_size = staticmethod(lambda a1, w1, w2, ids: (8, len(a1), w1.shape[1], a1.shape[1], ids.shape[1]))
+        workspace_shapes = staticmethod(lambda M, N, K, *rest: ((M,), (M, 2), (M, K)))
+        workspace_dtype = staticmethod(lambda dtype: dtype)
+
+        def __init__(self, *configs: object) -> None: ...
+
+        def apply(self, *, output: torch.Tensor, workspace13: torch.Tensor, **named: Any) -> None:
+            room.append(workspace13.untyped_storage().nbytes())
+            output.zero_()
+
+    config = md.MoEConfig(
+        routing=md.RoutingConfig(EXPERTS, 2), experts=md.ExpertConfig(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE),
+        quant=md.QuantConfig(dtype="fp32"),
+    )  # fmt: skip
+    backend = VllmBackend([Small], SimpleNamespace(activation=None), None)
+    call, out = Call(), torch.empty(TOKENS, HIDDEN)
+    bound = SimpleNamespace(
+        weights=SimpleNamespace(w13=call.w1, w2=call.w2), problem=SimpleNamespace(config=config), num_local_experts=EXPERTS, expert_map=None
+    )
+    tactic = md.Tactic.of("vllm", experts="Small")
+    backend.bind(bound, tactic)(SimpleNamespace(hidden_states=call.x, topk_ids=call.ids, topk_weights=call.scores), out)  # type: ignore[arg-type]
+    assert room == [TOKENS * HIDDEN * 4]
+    assert backend.workspace(md.MoEProblem.of(config, routed=True), tactic, TOKENS).nbytes == TOKENS * (HIDDEN + 2) * 4
+
+
+def test_where_auto_has_nothing_for_a_layer_the_rest_may_still_join() -> None:
+    from moe_dist_vllm.native import sharing
+
+    def select(config: Any) -> Any:
+        raise ValueError("no backend")
+
+    oracle = SimpleNamespace(logger=logging.getLogger("oracle"), backend_to_kernel_cls=lambda backend: [])
+    config = SimpleNamespace(moe_backend="moe_dist")
+    assert sharing(oracle, SimpleNamespace(TRITON="triton"), select, config, [config], {}) == []  # type: ignore[arg-type]
+    assert not oracle.logger.disabled
+
+
+def test_a_name_that_others_have_imported_is_replaced_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import ModuleType
+
+    from moe_dist_vllm import patch
+
+    owner, importer, other = (ModuleType(f"vllm.{name}") for name in ("owner", "importer", "other"))
+    owner.select = importer.select = object()  # type: ignore[attr-defined]
+    other.select = kept = object()  # type: ignore[attr-defined]
+    for module in (owner, importer, other):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    new = object()
+    patch._replace(owner, "select", new)
+    assert (owner.select, importer.select, other.select) == (new, new, kept)
+
+
+def test_deployments_that_differ_share_no_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_dist_vllm import warmup
+
+    def named(*, served: str | None = "served", stage: int = 0, **parallel: Any) -> str:
+        fields = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False}
+        monkeypatch.setattr(warmup.parallel_state, "get_pp_group", lambda: SimpleNamespace(rank_in_group=stage))
+        return warmup.deployment(
+            SimpleNamespace(
+                parallel_config=SimpleNamespace(**fields | parallel), model_config=SimpleNamespace(served_model_name=served, model="folder")
+            )
+        )
+
+    assert named() == "vllm:served:tp1-pp1-dp1:stage0"
+    assert named(served=None) == "vllm:folder:tp1-pp1-dp1:stage0"
+    assert named(tensor_parallel_size=2, pipeline_parallel_size=3, data_parallel_size=4, enable_expert_parallel=True, stage=1) == (
+        "vllm:served:tp2-pp3-dp4-ep:stage1"
+    )
+
+
+@pytest.mark.parametrize("natives", [False, True])
+@pytest.mark.usefixtures("engine")
+def test_what_tuning_is_told_of_the_engine(natives: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's release where its experts are in the pool, its start-up timeout, and what served this worker's model before."""
+    import vllm
+    from moe_dist_vllm import warmup
+    from vllm.config import get_current_vllm_config
+
+    from moe_dist.serving import TokenCounts
+
+    monkeypatch.setattr(warmup, "token_counts", lambda config: TokenCounts(4))
+    monkeypatch.setattr(warmup, "deployment", lambda config: "test")
+    monkeypatch.setattr(warmup, "group_in_step", lambda: None)
+    monkeypatch.setattr(warmup.envs, "VLLM_ENGINE_READY_TIMEOUT_S", 77)
+    told = dict[str, Any]()
+
+    class Model:
+        def __init__(self, settings: Any, **named: Any) -> None:
+            told.update(named)
+
+        def add(self, *layer: Any) -> None: ...
+
+        def tune(self, counts: Any, group: Any, timeout: Any, workspace_limit: Any) -> None:
+            told["timeout"] = timeout.total_seconds()
+
+    monkeypatch.setattr(warmup, "ServedModel", Model)
+    call, experts, module = Call(), ours(), torch.nn.Module()
+    monkeypatch.setattr(type(experts), "natives", (object,) if natives else ())
+    module.moe_config, module.expert_map = experts.moe_config, None
+    module.w13_weight, module.w2_weight = call.w1, call.w2
+    module.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=experts))
+    worker = SimpleNamespace(
+        vllm_config=get_current_vllm_config(), model_runner=SimpleNamespace(get_model=lambda: module), moe_dist="what served before"
+    )
+    warmup.tune(worker)
+    versions = {"vllm": vllm.__version__} if natives else {}
+    assert told == {"deployment": "test", "versions": versions, "earlier": "what served before", "timeout": 77}
