@@ -80,7 +80,7 @@ class TokenCounts:
 class Deadlines:
     """How long tuning may take in an engine that gives its whole start-up `startup_timeout`: equal inputs, so equal on all ranks.
 
-    Measuring gets a quarter at most, a silent rank a tenth, the pass as a whole half: weights are loaded and graphs captured in the rest.
+    Measuring gets a quarter at most, a silent rank a tenth, all passes together half: weights are loaded and graphs captured in the rest.
     """
 
     budget: timedelta

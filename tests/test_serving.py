@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -329,17 +330,24 @@ def test_each_mode_has_its_own_clock_unless_one_is_asked_for_both(policy: str, p
     assert {clock.kind: [bucket.high for bucket in buckets] for clock, buckets in found} == passes
 
 
-def test_every_winner_is_bound_before_anything_is_captured() -> None:
+def test_every_winner_is_bound_before_anything_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bind may allocate, or wait for the device: neither can be under capture."""
     bound = list[md.Tactic]()
 
     class Binding(Framework):
         def bind(self, layer: md.BoundLayer, tactic: md.Tactic) -> Callable[[md.MoEActivationPack, torch.Tensor], md.Tactic]:
             bound.append(tactic)
-            return lambda acts, out: tactic
 
-    served, weights = ServedModel(ServingSettings(store="memory:", tune="replay"), deployment="test"), weights_of(config())
-    layer = served.add("layers.0", config(), weights, [Binding()])
+            def run(acts: md.MoEActivationPack, out: torch.Tensor) -> md.Tactic:
+                time.sleep(0 if tactic["wide"] else 0.002)  # the default, which was bound from the beginning, does not win
+                return tactic
+
+            return run
+
+    monkeypatch.setattr(ServedModel, "describe", lambda self, counts: [])  # which binds too, but one rank of a group alone says its lines
+    alone = dataclasses.replace(config(), backends=md.BackendOptions((Framework.Config(),)))
+    served, weights = ServedModel(ServingSettings(store="memory:"), deployment="test"), weights_of(config())
+    layer = served.add("layers.0", alone, weights, [Binding()])
     served.tune(COUNTS, None, ENGINE_TIMEOUT)
     before = len(bound)
     ids = torch.zeros(3, 2, dtype=torch.int32)

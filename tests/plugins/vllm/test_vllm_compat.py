@@ -35,11 +35,12 @@ def test_changed_parameters_are_shown(tmp_path: Path) -> None:
     assert "FusedMoEExpertsModular.workspace_shapes: it takes (self, M, K), not (self, M, N, K, topk" in said
 
 
-def test_names_are_found_in_branches(tmp_path: Path) -> None:
+@pytest.mark.parametrize("branch", ["if True:", "if 0:\n    pass\nelse:", "try:\n    pass\nfinally:"])
+def test_names_are_found_in_branches(branch: str, tmp_path: Path) -> None:
     # vLLM defines some names under `if TYPE_CHECKING` or in a `try`.
     path = tmp_path / "envs.py"
     tree(tmp_path, NEEDS)
-    path.write_text("try:\n    pass\nexcept ImportError:\n    pass\nif True:\n    VLLM_ENGINE_READY_TIMEOUT_S: int = 600\n")
+    path.write_text(f"try:\n    pass\nexcept ImportError:\n    pass\n{branch}\n    VLLM_ENGINE_READY_TIMEOUT_S: int = 600\n")
     assert problems(tmp_path, NEEDS, "vllm") == []
 
 
