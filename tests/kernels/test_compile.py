@@ -1,6 +1,6 @@
 """Every kind of kernel compiles for Hopper and Blackwell with no GPU here: registers, stack and shared memory within bounds.
 
-`python tests/kernels/test_compile.py` prints the table of all tactics; it is kept nowhere yet.
+What every tactic's kernels take lies in docs/evidence/kernels-compiled.json; tests/evidence/test_compiled_table.py is its test.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import dataclasses
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ from moe_dist_kernels.routing import route_launch
 from triton.backends.compiler import GPUTarget
 
 from moe_dist.backends.base import MoEProblem
-from moe_dist.backends.triton import TritonBackend, TritonConfig, _shape
+from moe_dist.backends.triton import TritonBackend, _shape
 from moe_dist.backends.triton_tactics import SMALL_CARD, plan_of
 from moe_dist.config import ActivationConfig, ExpertConfig, MoEConfig, QuantConfig, RoutingConfig
-from moe_dist.tuning.problem import Bucket, BucketLadder
+from moe_dist.tuning.problem import Bucket
 
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="interpreted kernels can't be compiled")
 
@@ -193,24 +192,3 @@ def test_routing_compiles_without_spills(arch: int) -> None:
         pdl=True,
     )
     assert usage(launch, arch).stack_bytes == 0
-
-
-def every_variant() -> Iterator[tuple[str, Launch]]:
-    """Every product kernel of every tactic of every bucket for one shape, named by its parameters."""
-    backend, seen = TritonBackend(), set()
-    for bucket in BucketLadder.powers_of_two(16384).buckets():
-        for tactic in backend.tactics(QWEN, bucket, torch.device("cpu"), TritonConfig()):
-            for name, launch in launches_of(QWEN, plan_of(tactic), pdl=True).items():
-                sizes = {
-                    key: launch.constants[key] for key in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "SWAP_AB") if key in launch.constants
-                }
-                label = f"{name} {sizes} warps={launch.num_warps} stages={launch.num_stages}"
-                if name in ("up", "down") and label not in seen:
-                    seen.add(label)
-                    yield label, launch
-
-
-if __name__ == "__main__":
-    for label, launch in every_variant():
-        for arch in ARCHS:
-            print(arch, label, usage(launch, arch), flush=True)
