@@ -242,35 +242,32 @@ def _router(problem: MoEProblem, logits_dtype: torch.dtype) -> RouterShape:
     )
 
 
-def compiled_variants(problems: Sequence[MoEProblem], arch: int) -> list[dict[str, Any]]:
-    """Every kernel of every tactic worth timing, compiled for compute capability `arch` (90 for 9.0), which need not be here.
+def compiled_variants(problem: MoEProblem, buckets: Sequence[Bucket], arch: int) -> list[dict[str, Any]]:
+    """Every kernel of every tactic worth timing for `buckets`, compiled for compute capability `arch` (90 for 9.0), which need not be here.
 
     Rows of `kernel_variants`, with registers, local_bytes, shared_bytes, matrix_unit, or `reason` if it does not compile.
     """
     from moe_dist_kernels import ahead
 
-    rows, work = kernel_variants(problems, arch)
+    rows, work = kernel_variants(problem, buckets, arch)
     found = ahead.usages(work, ahead.target_for(arch), processes=len(os.sched_getaffinity(0)))
     return [
         row | ({"reason": usage} if isinstance(usage, str) else dataclasses.asdict(usage)) for row, usage in zip(rows, found, strict=True)
     ]
 
 
-def kernel_variants(problems: Sequence[MoEProblem], arch: int) -> tuple[list[dict[str, Any]], list[tuple[Variant, str]]]:
-    """Every kernel of every tactic worth timing, once: rows that say how it is cut, and in the same order what launches it.
-
-    problems: of one shape, with what differs in how it is executed."""
+def kernel_variants(problem: MoEProblem, buckets: Sequence[Bucket], arch: int) -> tuple[list[dict[str, Any]], list[tuple[Variant, str]]]:
+    """Every kernel of every tactic worth timing, once: rows that say how it is cut, and in the same order what launches it."""
     from moe_dist_kernels import Limits, ahead
     from moe_dist_kernels.launch import Descriptor
 
     cpu, limits, backend = torch.device("cpu"), Limits(has_wgmma=arch == 90), TritonBackend()
     tactics = dict.fromkeys(
         tactic
-        for problem in problems
-        for bucket in problem.ladder.buckets()
+        for bucket in buckets
         for tactic in (backend.default(problem, bucket, cpu), *backend.tactics(problem, bucket, cpu, TritonConfig()))
     )
-    shape = _shape(problems[0], num_local=problems[0].config.routing.total_experts, mapped=False)
+    shape = _shape(problem, num_local=problem.config.routing.total_experts, mapped=False)
     variants = [
         ahead.Variant(shape=shape, plan=plan, pdl=True) for tactic in tactics if (plan := plan_of(tactic)).why_not(shape, limits) is None
     ]

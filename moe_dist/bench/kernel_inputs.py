@@ -33,12 +33,6 @@ class Shape:
     def problem(self, dtype: str, *, max_num_tokens: int, backends: BackendOptions | None = None) -> MoEProblem:
         return MoEProblem.of(self.config(dtype, max_num_tokens=max_num_tokens, backends=backends), routed=True)
 
-    def executions(self, dtype: str, *, max_num_tokens: int) -> list[MoEProblem]:
-        """With every tactic, and with those alone that give a row the same bits in every batch."""
-        config = self.config(dtype, max_num_tokens=max_num_tokens)
-        invariant = dataclasses.replace(config, execution=dataclasses.replace(config.execution, batch_invariant=True))
-        return [MoEProblem.of(asked, routed=True) for asked in (config, invariant)]
-
     def config(self, dtype: str, *, max_num_tokens: int, backends: BackendOptions | None = None) -> MoEConfig:
         quant = QuantConfig(weight="fp8", granularity="block", block_shape=(128, 128)) if dtype == "fp8" else QuantConfig(dtype=dtype)
         return MoEConfig(

@@ -151,13 +151,14 @@ def _document(arguments: argparse.Namespace, device: torch.device) -> dict[str, 
 
 
 def _compile(arguments: argparse.Namespace, plan: kernels.Plan) -> int:
-    """Every shape and dtype asked for, for both architectures, the batch-invariant family among it."""
+    """The first shape asked for in each dtype, for both architectures: kernels of other shapes differ in sizes that cut nothing."""
     rows = []
-    for shape, dtype in ((shape, dtype) for shape in plan.shapes for dtype in plan.dtypes if dtype in shape.dtypes):
-        problems = shape.executions(dtype, max_num_tokens=max(plan.tokens))
+    for dtype in plan.dtypes:
+        shape = next(shape for shape in plan.shapes if dtype in shape.dtypes)
+        problem = shape.problem(dtype, max_num_tokens=max(plan.tokens))
         for arch in ARCHS:
             began = time.monotonic()
-            found = compiled_variants(problems, arch)
+            found = compiled_variants(problem, problem.ladder.buckets(), arch)
             rows += [{"shape": shape.name, "dtype": dtype} | row for row in found]
             note(f"{shape.name} {dtype} sm_{arch}: {len(found)} kernels in {time.monotonic() - began:.0f} s")
     environment = build_environment(torch.device("cpu"))
