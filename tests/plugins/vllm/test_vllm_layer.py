@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_layer import layer
+from vllm_layer import layer, stand_in
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.usefixtures("plugins")]
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS = 3, 128, 64, 8
@@ -170,17 +170,11 @@ def test_vllm_s_log_says_no_choice_that_was_only_asked_about(monkeypatch: pytest
 @pytest.mark.usefixtures("engine")
 def test_experts_that_leave_the_sum_to_vllm_are_told_apart_before_they_run() -> None:
     """Ours hand vLLM rows that are summed over experts: a tactic that does not sum would be taken for one that does."""
-    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
     from moe_dist_vllm.experts import MoEDistExperts
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
-    class Unsummed(mk.FusedMoEExpertsModular):  # type: ignore[misc]
-        expects_unquantized_inputs = True
-        _supports_current_device = _supports_no_act_and_mul = _supports_quant_scheme = staticmethod(lambda *args: True)
-        _supports_activation = _supports_parallel_config = staticmethod(lambda *args: True)
-        activation_format = staticmethod(lambda: mk.FusedMoEActivationFormat.Standard)
+    class Unsummed(stand_in()):  # type: ignore[misc]
         finalize_weight_and_reduce_impl = staticmethod(object)
-        workspace_shapes = staticmethod(lambda M, N, K, *rest: ((0,), (0,), (M, K)))
 
         def apply(self, output: torch.Tensor, *args: Any, **named: Any) -> None:
             output.zero_()
